@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which query rows of a rank meet which keys, as a few dense or causal tiles. Pure: no torch.distributed, no Megatron.
+
+The block-diffusion mask allows: corrupted -> corrupted in the same block, both directions; corrupted -> clean in
+strictly earlier blocks; clean -> clean token-causal or block-causal; clean -> corrupted never. A plan covers every
+allowed pair exactly once:
+
+1. prefix: a chunk's query rows x all clean keys before the chunk. Unmasked, and the only tiles that need remote keys.
+2. clean diagonal: a chunk's clean rows x its own clean keys, causal or block by block.
+3. corrupted diagonal: each corrupted block x itself, all blocks in one batch.
+4. staircase: rows of a chunk x strictly earlier blocks of the same chunk. At level w the blocks pair up in runs of w:
+   the odd run of each pair meets the whole even run. The runs of one level form one batch; log2 levels, no mask, no
+   wasted pair.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
+
+
+class CleanAttention(StrEnum):
+    """What a clean row sees of the clean copy: earlier tokens, or its own block and earlier blocks."""
+
+    TOKEN_CAUSAL = "token-causal"
+    BLOCK_CAUSAL = "block-causal"
+
+
+class TileKind(StrEnum):
+    """What part of the mask a tile covers."""
+
+    PREFIX = "prefix"
+    CLEAN_DIAGONAL = "clean diagonal"
+    CORRUPTED_DIAGONAL = "corrupted diagonal"
+    STAIRCASE = "staircase"
+
+
+class KeySource(StrEnum):
+    """Where a tile's keys lie: in this rank's rows, or in the buffer of gathered clean chunks."""
+
+    LOCAL = "local"
+    GATHERED = "gathered"
+
+
+class MaskKind(StrEnum):
+    """How a tile is masked: not at all, or causally (square tiles only)."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+
+
+@dataclass(frozen=True)
+class RowPattern:
+    """Runs of `length` consecutive rows, repeated at regular strides.
+
+    Attributes:
+        start: first row of the first run.
+        length: T, rows of one run.
+        repeats: (count, stride) pairs, outermost first; a run starts at `start` plus one multiple of each stride.
+    """
+
+    start: int
+    length: int
+    repeats: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_runs(self) -> int:
+        """Number of runs in the pattern."""
+        return prod(count for count, _ in self.repeats)
+
+    def rows(self) -> npt.NDArray[np.int64]:
+        """Return the row numbers, int64 [num_runs, T]."""
+        starts = np.array([self.start])
+        for count, stride in self.repeats:
+            starts = (starts[:, None] + stride * np.arange(count)).reshape(-1)
+        return starts[:, None] + np.arange(self.length)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One batch of equal attention problems: run i of `query` meets run i of `key`."""
+
+    kind: TileKind
+    query: RowPattern
+    key: RowPattern
+    key_source: KeySource = KeySource.LOCAL
+    mask: MaskKind = MaskKind.FULL
+
+    @property
+    def writes_first(self) -> bool:
+        """Whether this is the first tile of its query rows (the diagonals cover every row exactly once)."""
+        return self.kind in (TileKind.CLEAN_DIAGONAL, TileKind.CORRUPTED_DIAGONAL)
+
+    @property
+    def num_pairs(self) -> int:
+        """Query-key pairs that the mask allows in this tile (for one head of one sequence)."""
+        rows, keys = self.query.length, self.key.length
+        return self.query.num_runs * (rows * (rows + 1) // 2 if self.mask is MaskKind.CAUSAL else rows * keys)
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What one rank computes and exchanges in one attention layer.
+
+    Attributes:
+        layout: the rank's rows.
+        clean_attention: mask of the clean copy.
+    """
+
+    layout: SequenceLayout
+    clean_attention: CleanAttention
+
+    @cached_property
+    def local_tiles(self) -> tuple[Tile, ...]:
+        """Tiles that need no remote key: they run while the gather is on its way."""
+        return (
+            *_diagonal_tiles(self.layout, self.clean_attention),
+            *_staircases(self.layout, self.clean_attention),
+        ) + (_local_prefix_tiles(self.layout) if self.layout.clean_is_replicated else ())
+
+    @cached_property
+    def gathered_tiles(self) -> tuple[Tile, ...]:
+        """Tiles whose keys come from the buffer of gathered clean chunks."""
+        return _gathered_prefix_tiles(self.layout) if self.exchanged_streams else ()
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """All tiles in the order in which they run."""
+        return self.local_tiles + self.gathered_tiles
+
+    @property
+    def exchanged_streams(self) -> tuple[Stream, ...]:
+        """Copies whose keys and values are exchanged: clean for CSBP, both for the CP baseline, none otherwise."""
+        if self.layout.scheme is Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL:
+            return (Stream.CLEAN,)
+        return (Stream.CLEAN, Stream.CORRUPTED) if self.layout.scheme is Scheme.CONTEXT_PARALLEL else ()
+
+    @property
+    def num_pairs(self) -> int:
+        """Query-key pairs that this rank computes, for one head of one sequence."""
+        return sum(tile.num_pairs for tile in self.tiles)
+
+    def remote_bytes(
+        self, stream: Stream, num_key_value_heads: int, head_dim: int, itemsize: int, micro_batch_size: int = 1
+    ) -> int:
+        """Return the bytes that one gather (or one reduce-scatter) of one copy's keys and values brings from other
+        ranks.
+
+        This is the closed form u(rows) = (P-1)/P x rows x 2 x K x D x itemsize of one rank and layer, with `rows` = L.
+
+        Args:
+            stream: the copy that is exchanged.
+            num_key_value_heads: K, key/value heads on this rank.
+            head_dim: D.
+            itemsize: bytes of one element.
+            micro_batch_size: B.
+        """
+        if stream not in self.exchanged_streams:
+            return 0
+        remote_rows = 2 * self.layout.chunk_length * (self.layout.group_size - 1)
+        return remote_rows * 2 * num_key_value_heads * head_dim * itemsize * micro_batch_size
+
+
+def allowed_pairs(sequence_length: int, block_size: int, clean_attention: CleanAttention) -> int:
+    """Return the number of query-key pairs that the whole mask allows, for one head of one sequence.
+
+    Token-causal: LM + (L^2 - LM)/2 + L(L+1)/2. Block-causal: L^2 + LM.
+    """
+    length, block = sequence_length, block_size
+    if clean_attention is CleanAttention.BLOCK_CAUSAL:
+        return length * length + length * block
+    return length * block + (length * length - length * block) // 2 + length * (length + 1) // 2
+
+
+def gather_slot(layout: SequenceLayout, chunk: int) -> int:
+    """Return the slot of a clean chunk in the gather buffer of 2P chunks.
+
+    Every rank's late chunk lies in the first half, in rank order, and every early chunk in the second half. With the
+    dual-end assignment each prefix is then one contiguous slice, although no row was moved: an unmasked tile does not
+    care about key order.
+    """
+    for rank in range(layout.group_size):
+        early, late = layout.chunks_of(rank)
+        if chunk in (early, late):
+            return rank if chunk == late else layout.group_size + rank
+    raise KeyError(f"chunk {chunk} is not among {layout.num_chunks} chunks")
+
+
+def _chunk_pattern(
+    layout: SequenceLayout, stream: Stream, offset: int, length: int, repeats: tuple[tuple[int, int], ...]
+) -> RowPattern:
+    """Return the same runs inside each owned chunk of one copy; `offset` is counted from the chunk's start."""
+    first = [layout.first_row(stream, chunk) for chunk in layout.chunks]
+    chunk_repeat = ((2, first[1] - first[0]),) if len(first) == 2 else ()
+    return RowPattern(first[0] + offset, length, chunk_repeat + repeats)
+
+
+def _diagonal_tiles(layout: SequenceLayout, clean_attention: CleanAttention) -> tuple[Tile, ...]:
+    """Each corrupted block x itself, and the clean rows x their own chunk (the whole copy where it is replicated)."""
+    block, blocks = layout.block_size, ((layout.blocks_per_chunk, layout.block_size),)
+    corrupted = _chunk_pattern(layout, Stream.CORRUPTED, 0, block, blocks)
+    if clean_attention is CleanAttention.TOKEN_CAUSAL:
+        mask = MaskKind.CAUSAL
+        clean = (
+            RowPattern(layout.first_row(Stream.CLEAN, 0), layout.sequence_length)
+            if layout.clean_is_replicated
+            else _chunk_pattern(layout, Stream.CLEAN, 0, layout.chunk_length, ())
+        )
+    else:
+        mask = MaskKind.FULL
+        clean = (
+            RowPattern(layout.first_row(Stream.CLEAN, 0), block, ((layout.num_blocks, block),))
+            if layout.clean_is_replicated
+            else _chunk_pattern(layout, Stream.CLEAN, 0, block, blocks)
+        )
+    return (
+        Tile(TileKind.CORRUPTED_DIAGONAL, corrupted, corrupted),
+        Tile(TileKind.CLEAN_DIAGONAL, clean, clean, mask=mask),
+    )
+
+
+def _staircases(layout: SequenceLayout, clean_attention: CleanAttention) -> tuple[Tile, ...]:
+    """Rows of a chunk x strictly earlier blocks of the chunk: corrupted rows and, if block-causal, clean rows."""
+    tiles = []
+    for query_rows, key_rows, repeats in _staircase_runs(layout.blocks_per_chunk, layout.block_size):
+        query = _chunk_pattern(layout, Stream.CORRUPTED, query_rows.start, len(query_rows), repeats)
+        key = _chunk_pattern(layout, Stream.CLEAN, key_rows.start, len(key_rows), repeats)
+        tiles.append(Tile(TileKind.STAIRCASE, query, key))
+    if clean_attention is CleanAttention.BLOCK_CAUSAL:
+        num_blocks = layout.num_blocks if layout.clean_is_replicated else layout.blocks_per_chunk
+        for query_rows, key_rows, repeats in _staircase_runs(num_blocks, layout.block_size):
+            if layout.clean_is_replicated:
+                first = layout.first_row(Stream.CLEAN, 0)
+                query = RowPattern(first + query_rows.start, len(query_rows), repeats)
+                key = RowPattern(first + key_rows.start, len(key_rows), repeats)
+            else:
+                query = _chunk_pattern(layout, Stream.CLEAN, query_rows.start, len(query_rows), repeats)
+                key = _chunk_pattern(layout, Stream.CLEAN, key_rows.start, len(key_rows), repeats)
+            tiles.append(Tile(TileKind.STAIRCASE, query, key))
+    return tuple(tiles)
+
+
+def _staircase_runs(num_blocks: int, block_size: int) -> list[tuple[range, range, tuple[tuple[int, int], ...]]]:
+    """Cut the strictly lower block triangle into batches of rectangles: (query rows, key rows, repeats).
+
+    Block i meets block j < i at the level of the highest bit in which i and j differ, so any number of blocks is
+    covered once. A level's last odd run may be cut short by the end of the chunk: it is a rectangle of its own.
+    """
+    runs: list[tuple[range, range, tuple[tuple[int, int], ...]]] = []
+    width = 1
+    while width < num_blocks:
+        whole, rest = divmod(num_blocks, 2 * width)
+        step = width * block_size
+        if whole:
+            runs.append((range(step, 2 * step), range(step), ((whole, 2 * step),)))
+        if rest > width:
+            start = 2 * whole * step
+            runs.append((range(start + step, num_blocks * block_size), range(start, start + step), ()))
+        width *= 2
+    return runs
+
+
+def _local_prefix_tiles(layout: SequenceLayout) -> tuple[Tile, ...]:
+    """Corrupted rows of each owned chunk x the clean keys before it, all local (pure BP)."""
+    first, chunk_length = layout.first_row(Stream.CLEAN, 0), layout.chunk_length
+    return tuple(
+        Tile(
+            TileKind.PREFIX,
+            RowPattern(layout.first_row(Stream.CORRUPTED, chunk), chunk_length),
+            RowPattern(first, chunk * chunk_length),
+        )
+        for chunk in layout.chunks
+        if chunk > 0
+    )
+
+
+def _gathered_prefix_tiles(layout: SequenceLayout) -> tuple[Tile, ...]:
+    """All rows of each owned chunk x the gathered clean keys before it: one tile for each contiguous run of slots."""
+    tiles = []
+    for chunk in layout.chunks:
+        query = RowPattern(layout.first_row(Stream.CORRUPTED, chunk), 2 * layout.chunk_length)
+        slots = np.sort([gather_slot(layout, earlier) for earlier in range(chunk)])
+        for run in np.split(slots, np.flatnonzero(np.diff(slots) > 1) + 1):
+            if run.size:
+                key = RowPattern(int(run[0]) * layout.chunk_length, run.size * layout.chunk_length)
+                tiles.append(Tile(TileKind.PREFIX, query, key, KeySource.GATHERED))
+    return tuple(tiles)
