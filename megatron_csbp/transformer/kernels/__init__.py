@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention kernels behind one small interface, one file a backend."""
+
+from megatron_csbp.transformer.kernels.interface import AttentionKernel, select_kernel
+
+__all__ = ["AttentionKernel", "select_kernel"]

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merge of partial attention results by their log-sum-exp, in fp32 (fp64 for fp64 inputs).
+
+Shapes: leading dims are free but equal; N query heads, D head dim.
+"""
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which results of `dtype` are merged and accumulated: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge_partial(out_ND: Tensor, lse_N: Tensor, partial_out_ND: Tensor, partial_lse_N: Tensor) -> None:
+    """Merge a partial attention result into an accumulated one, in place.
+
+    Softmax over the union of two key sets is the average of both outputs weighted by exp(lse). A side that saw no key
+    has lse = -inf and weight 0; if both saw none the accumulated row stays as it is.
+
+    Args:
+        out_ND: accumulated output, [..., N, D] in the accumulation dtype; changed in place.
+        lse_N: accumulated log-sum-exp (natural log), [..., N] in the accumulation dtype; changed in place.
+        partial_out_ND: output over further keys, [..., N, D], any floating dtype.
+        partial_lse_N: its log-sum-exp, [..., N].
+    """
+    partial_lse_N = partial_lse_N.to(lse_N.dtype)
+    weight_N = torch.sigmoid(partial_lse_N - lse_N).nan_to_num_(0.0)
+    out_ND.lerp_(partial_out_ND.to(out_ND.dtype), weight_N.unsqueeze(-1))
+    torch.logaddexp(lse_N, partial_lse_N, out=lse_N)
