@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every touch of a Megatron or Transformer Engine symbol that is not public API.
 
-The table :data:`REQUIRED_SYMBOLS` names each such symbol; a contract test checks them one by one, so that a new Megatron
-that moved one is told by its name. To use another symbol, add a row and, beside it, a function that wraps it.
+The table :data:`REQUIRED_SYMBOLS` names each such symbol; a contract test checks them one by one, so that a Megatron
+which moved one is told by its name. To use another symbol, add a row and, beside it, a function that wraps it.
 
 Nothing here imports Megatron until it is called: :func:`megatron_csbp.cpu_runtime.install` has to run first.
 """
@@ -102,8 +102,8 @@ def check_megatron_version(version: str | None = None) -> None:
 def ensure_dataset_helpers() -> None:
     """Keeps Megatron from compiling its dataset index builder where that is already compiled.
 
-    Megatron runs ``make`` at every start. The wheel has the compiled module but no Makefile, so the run would end there,
-    with CUDA or without. In a source checkout, which has the Makefile, Megatron compiles as usual.
+    Megatron runs ``make`` at every start. The wheel has the compiled module but no Makefile, so the run would end
+    there, with CUDA or without. In a source checkout, which has the Makefile, Megatron compiles as usual.
 
     Raises:
         ImportError: If there is neither the compiled module nor a Makefile.
@@ -116,10 +116,10 @@ def ensure_dataset_helpers() -> None:
         importlib.import_module("megatron.core.datasets.helpers_cpp")
     except ImportError as error:
         raise ImportError(
-            f"Megatron's dataset index builder (helpers_cpp) is neither compiled nor has a Makefile in {folder}: {error}; "
+            f"Megatron's dataset index builder helpers_cpp is not compiled and {folder} has no Makefile: {error}; "
             "reinstall megatron-core from a wheel for this Python version, or use a source checkout"
         ) from error
-    utils.compile_helpers = _already_compiled
+    setattr(utils, "compile_helpers", _already_compiled)  # noqa: B010: a module's function, unknown to mypy
 
 
 def _already_compiled() -> None:
