@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# The interpreter that makes the virtual environment; found by .ci/find-python unless it is given.
+PYTHON ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help
+help: ## Show this help
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
+	    | while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+# A second run finds the stamp newer than both files and starts at once.
+$(INSTALLED): pyproject.toml constraints.txt
+	@if ! $(BIN)/python -c '' 2>/dev/null; then \
+	    python="$(PYTHON)"; \
+	    if [ -z "$$python" ]; then python="$$(.ci/find-python)"; fi; \
+	    echo "Making $(VENV) with $$python"; \
+	    "$$python" -m venv --clear $(VENV); \
+	fi
+	@echo "Installing the tested set of packages into $(VENV) (PyTorch is large: minutes the first time)"
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[test,plots]'
+	@touch $@
+
+.PHONY: install
+install: $(INSTALLED) ## Make .venv and install the package with its test and plot extras
+
+.PHONY: demo
+demo: $(INSTALLED) ## Train a small model with CSBP on two ranks of this machine and check it against one rank
+	$(BIN)/python examples/demo/run.py
+
+.PHONY: test
+test: lint $(INSTALLED) ## Run every check: lint, types, unit tests, functional tests
+	$(BIN)/python -m pytest tests/unit_tests tests/functional
+
+.PHONY: unit
+unit: $(INSTALLED) ## Run the unit tests
+	$(BIN)/python -m pytest tests/unit_tests
+
+.PHONY: functional
+functional: $(INSTALLED) ## Run the functional tests: whole runs of the real entries
+	$(BIN)/python -m pytest tests/functional
+
+.PHONY: lint
+lint: $(INSTALLED) ## Check style, formatting, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: $(INSTALLED) ## Format the code and fix what can be fixed by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: lock
+lock: $(INSTALLED) ## Write what .venv holds into constraints.txt
+	{ grep '^#' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable; } > constraints.tmp
+	mv constraints.tmp constraints.txt
+	@touch $(INSTALLED)
+
+.PHONY: clean
+clean: ## Remove caches and build outputs
+	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +
+
+.PHONY: distclean
+distclean: clean ## Remove the virtual environment too
+	rm -rf $(VENV)
