@@ -119,7 +119,7 @@ def ensure_dataset_helpers() -> None:
             f"Megatron's dataset index builder helpers_cpp is not compiled and {folder} has no Makefile: {error}; "
             "reinstall megatron-core from a wheel for this Python version, or use a source checkout"
         ) from error
-    setattr(utils, "compile_helpers", _already_compiled)  # noqa: B010: a module's function, unknown to mypy
+    setattr(utils, "compile_helpers", _already_compiled)  # noqa: B010
 
 
 def _already_compiled() -> None:
