@@ -44,11 +44,11 @@ def test_shipped_functions_are_short() -> None:
     assert {name: n for name, n in lengths.items() if n > LONGEST_FUNCTION} == {}
 
 
+def comments_of(path: Path) -> list[tokenize.TokenInfo]:
+    with path.open("rb") as file:
+        return [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
+
+
 def test_comments_are_ascii() -> None:
-    found = []
-    for name, path in ALL.items():
-        with path.open("rb") as file:
-            for token in tokenize.tokenize(file.readline):
-                if token.type == tokenize.COMMENT and not token.string.isascii():
-                    found.append(f"{name}:{token.start[0]} {token.string}")
-    assert found == []
+    comments = {f"{name}:{token.start[0]}": token.string for name, path in ALL.items() for token in comments_of(path)}
+    assert {place: text for place, text in comments.items() if not text.isascii()} == {}
