@@ -7,10 +7,18 @@ which moved one is told by its name. To use another symbol, add a row and, besid
 Nothing here imports Megatron until it is called: :func:`megatron_csbp.cpu_runtime.install` has to run first.
 """
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 MIN_VERSION = (0, 19)
 BELOW_VERSION = (0, 20)
@@ -124,3 +132,134 @@ def ensure_dataset_helpers() -> None:
 
 def _already_compiled() -> None:
     """Stands in for Megatron's ``compile_helpers`` where the compiled module exists."""
+
+
+def parse_and_validate_arguments(
+    extra_args_provider: Callable[[ArgumentParser], ArgumentParser],
+    args_defaults: dict[str, Any],
+    before_validation: Callable[[Namespace], None],
+    after_validation: Callable[[Namespace], None],
+) -> Namespace:
+    """Parses the command line as Megatron's ``parse_and_validate_args`` does, with a hook on each side of its validation.
+
+    Args:
+        extra_args_provider: Adds flags to Megatron's parser.
+        args_defaults: Values for arguments that the command line leaves at None.
+        before_validation: Called with the parsed arguments; what it changes, Megatron validates.
+        after_validation: Called with the validated arguments, before Megatron builds tokenizer, timers and writers.
+
+    Returns:
+        The arguments, which are also Megatron's global ones.
+    """
+    arguments = importlib.import_module("megatron.training.arguments")
+    global_vars = importlib.import_module("megatron.training.global_vars")
+    args: Namespace = arguments.parse_args(extra_args_provider)
+    if args.use_checkpoint_args or args_defaults.get("use_checkpoint_args", False):
+        checkpointing = importlib.import_module("megatron.training.checkpointing")
+        if args.load is None and args.pretrained_checkpoint is None:
+            raise ValueError("--use-checkpoint-args needs --load or --pretrained-checkpoint with a checkpoint folder.")
+        checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+        checkpointing.load_args_from_checkpoint(args)
+    before_validation(args)
+    arguments.validate_args(args, args_defaults)
+    after_validation(args)
+    global_vars.set_global_variables(args)
+    return args
+
+
+def context_parallel_rank() -> int:
+    """The rank of this process in its context group."""
+    rank: int = importlib.import_module("megatron.core.parallel_state").get_context_parallel_rank()
+    return rank
+
+
+def current_device() -> torch.device:
+    """The device that Megatron's tensors live on (on the CPU runtime ``torch.cuda`` answers with the CPU)."""
+    return torch.empty(0, device=torch.cuda.current_device()).device
+
+
+def first_vocabulary_id(local_vocab_size: int, padded_vocab_size: int) -> int:
+    """The first token id whose logit this tensor-parallel rank holds."""
+    mpu = importlib.import_module("megatron.core.parallel_state")
+    rank: int = mpu.get_tensor_model_parallel_rank()
+    return 0 if local_vocab_size == padded_vocab_size else rank * local_vocab_size
+
+
+def stage_needs_batch(model: Any) -> bool:
+    """Whether a pipeline stage embeds tokens or computes the loss."""
+    utils = importlib.import_module("megatron.core.utils")
+    return bool(utils.get_attr_wrapped_model(model, "pre_process") or utils.get_attr_wrapped_model(model, "post_process"))
+
+
+def broadcast_in_tensor_parallel_group(
+    keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Gives every tensor-parallel rank what the first one loaded; the others pass None."""
+    tensor_parallel = importlib.import_module("megatron.core.tensor_parallel")
+    batch: dict[str, Tensor] = tensor_parallel.broadcast_data(list(keys), data, dtype)
+    return batch
+
+
+@contextlib.contextmanager
+def batch_timer() -> Iterator[None]:
+    """Megatron's ``batch-generator`` timer, which ``pretrain`` requires of a forward step."""
+    timer = importlib.import_module("megatron.training.global_vars").get_timers()("batch-generator", log_level=2)
+    timer.start()
+    yield
+    timer.stop()
+
+
+def check_loss(loss: Tensor, args: Namespace) -> None:
+    """Lets Megatron's rerun machine stop or diagnose a NaN, infinite or (on request) spiky local loss."""
+    machine = importlib.import_module("megatron.core.rerun_state_machine").get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        for is_bad, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            machine.validate_result(
+                result=loss,
+                rejection_func=is_bad,
+                message=f"found {name} in local forward loss calculation",
+                tolerance=0.0,
+                fatal=True,
+            )
+    if args.check_for_spiky_loss:
+        machine.validate_result(
+            result=loss,
+            rejection_func=functools.partial(machine.is_unexpectedly_large, threshold=10, context="loss"),
+            message="Spiky loss",
+            tolerance=0.0,
+            fatal=False,
+        )
+
+
+@contextlib.contextmanager
+def full_sequence_output_layer(output_layer: Any, hidden_states: Tensor, config: Any) -> Iterator[Tensor]:
+    """Gathers sequence-parallel rows in front of the output layer, so that single rows can be picked.
+
+    The layer would gather by itself, but then it would compute the logits of every row. While the context is open it
+    does not; its input gradient is then all-reduced, so the gather's own backward only takes this rank's part.
+
+    Args:
+        output_layer: Megatron's ``ColumnParallelLinear``.
+        hidden_states: Rows of this rank, [S / tensor-parallel size, B, H] with sequence parallelism, else [S, B, H].
+        config: The model's ``TransformerConfig``.
+    """
+    if not config.sequence_parallel:
+        yield hidden_states
+        return
+    mappings = importlib.import_module("megatron.core.tensor_parallel")
+    gathered = mappings.gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+    output_layer.sequence_parallel = False
+    try:
+        yield gathered
+    finally:
+        output_layer.sequence_parallel = True
+
+
+def load_checkpoint_arguments(folder: Path, iteration: int) -> Namespace | None:
+    """The arguments that a ``torch_dist`` checkpoint was saved with; None if there are none to read."""
+    dist_checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
+    path = folder / f"iter_{iteration:07d}"
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+        return None
+    args: Namespace | None = dist_checkpointing.load_common_state_dict(str(path)).get("args")
+    return args
