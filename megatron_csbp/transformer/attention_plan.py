@@ -16,12 +16,11 @@ allowed pair exactly once:
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from math import prod
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
+from megatron_csbp.transformer.tile import KeySource, MaskKind, Repeats, RowPattern, Tile, TileKind
 
 
 class CleanAttention(StrEnum):
@@ -29,78 +28,6 @@ class CleanAttention(StrEnum):
 
     TOKEN_CAUSAL = "token-causal"
     BLOCK_CAUSAL = "block-causal"
-
-
-class TileKind(StrEnum):
-    """What part of the mask a tile covers."""
-
-    PREFIX = "prefix"
-    CLEAN_DIAGONAL = "clean diagonal"
-    CORRUPTED_DIAGONAL = "corrupted diagonal"
-    STAIRCASE = "staircase"
-
-
-class KeySource(StrEnum):
-    """Where a tile's keys lie: in this rank's rows, or in the buffer of gathered clean chunks."""
-
-    LOCAL = "local"
-    GATHERED = "gathered"
-
-
-class MaskKind(StrEnum):
-    """How a tile is masked: not at all, or causally (square tiles only)."""
-
-    FULL = "full"
-    CAUSAL = "causal"
-
-
-@dataclass(frozen=True)
-class RowPattern:
-    """Runs of `length` consecutive rows, repeated at regular strides.
-
-    Attributes:
-        start: first row of the first run.
-        length: T, rows of one run.
-        repeats: (count, stride) pairs, outermost first; a run starts at `start` plus one multiple of each stride.
-    """
-
-    start: int
-    length: int
-    repeats: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def num_runs(self) -> int:
-        """Number of runs in the pattern."""
-        return prod(count for count, _ in self.repeats)
-
-    def rows(self) -> npt.NDArray[np.int64]:
-        """Return the row numbers, int64 [num_runs, T]."""
-        starts = np.array([self.start])
-        for count, stride in self.repeats:
-            starts = (starts[:, None] + stride * np.arange(count)).reshape(-1)
-        return starts[:, None] + np.arange(self.length)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One batch of equal attention problems: run i of `query` meets run i of `key`."""
-
-    kind: TileKind
-    query: RowPattern
-    key: RowPattern
-    key_source: KeySource = KeySource.LOCAL
-    mask: MaskKind = MaskKind.FULL
-
-    @property
-    def writes_first(self) -> bool:
-        """Whether this is the first tile of its query rows (the diagonals cover every row exactly once)."""
-        return self.kind in (TileKind.CLEAN_DIAGONAL, TileKind.CORRUPTED_DIAGONAL)
-
-    @property
-    def num_pairs(self) -> int:
-        """Query-key pairs that the mask allows in this tile (for one head of one sequence)."""
-        rows, keys = self.query.length, self.key.length
-        return self.query.num_runs * (rows * (rows + 1) // 2 if self.mask is MaskKind.CAUSAL else rows * keys)
 
 
 @dataclass(frozen=True)
@@ -121,7 +48,8 @@ class AttentionPlan:
         return (
             *_diagonal_tiles(self.layout, self.clean_attention),
             *_staircases(self.layout, self.clean_attention),
-        ) + (_local_prefix_tiles(self.layout) if self.layout.clean_is_replicated else ())
+            *(_local_prefix_tiles(self.layout) if self.layout.clean_is_replicated else ()),
+        )
 
     @cached_property
     def gathered_tiles(self) -> tuple[Tile, ...]:
@@ -132,6 +60,21 @@ class AttentionPlan:
     def tiles(self) -> tuple[Tile, ...]:
         """All tiles in the order in which they run."""
         return self.local_tiles + self.gathered_tiles
+
+    @cached_property
+    def backward_local_tiles(self) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
+        """The local tiles in two halves: beside the gather, and beside the reduce-scatter of the backward pass.
+
+        The corrupted diagonal comes before the reduce-scatter, since the CP baseline sends its key gradients there.
+        """
+        total, done = sum(tile.num_pairs for tile in self.local_tiles), 0
+        beside_gather: list[Tile] = []
+        beside_scatter: list[Tile] = []
+        for tile in sorted(self.local_tiles, key=lambda tile: tile.kind is not TileKind.CORRUPTED_DIAGONAL):
+            early = tile.kind is TileKind.CORRUPTED_DIAGONAL or 2 * done < total
+            (beside_gather if early else beside_scatter).append(tile)
+            done += tile.num_pairs
+        return tuple(beside_gather), tuple(beside_scatter)
 
     @property
     def exchanged_streams(self) -> tuple[Stream, ...]:
@@ -148,8 +91,7 @@ class AttentionPlan:
     def remote_bytes(
         self, stream: Stream, num_key_value_heads: int, head_dim: int, itemsize: int, micro_batch_size: int = 1
     ) -> int:
-        """Return the bytes that one gather (or one reduce-scatter) of one copy's keys and values brings from other
-        ranks.
+        """Return the bytes that one gather (or reduce-scatter) of one copy's keys and values brings from other ranks.
 
         This is the closed form u(rows) = (P-1)/P x rows x 2 x K x D x itemsize of one rank and layer, with `rows` = L.
 
@@ -184,40 +126,36 @@ def gather_slot(layout: SequenceLayout, chunk: int) -> int:
     dual-end assignment each prefix is then one contiguous slice, although no row was moved: an unmasked tile does not
     care about key order.
     """
-    for rank in range(layout.group_size):
-        early, late = layout.chunks_of(rank)
-        if chunk in (early, late):
-            return rank if chunk == late else layout.group_size + rank
-    raise KeyError(f"chunk {chunk} is not among {layout.num_chunks} chunks")
+    rank = layout.owner_of(chunk)
+    _, late = layout.chunks_of(rank)
+    return rank if chunk == late else layout.group_size + rank
 
 
-def _chunk_pattern(
-    layout: SequenceLayout, stream: Stream, offset: int, length: int, repeats: tuple[tuple[int, int], ...]
-) -> RowPattern:
+def _chunk_pattern(layout: SequenceLayout, stream: Stream, offset: int, length: int, repeats: Repeats) -> RowPattern:
     """Return the same runs inside each owned chunk of one copy; `offset` is counted from the chunk's start."""
     first = [layout.first_row(stream, chunk) for chunk in layout.chunks]
     chunk_repeat = ((2, first[1] - first[0]),) if len(first) == 2 else ()
     return RowPattern(first[0] + offset, length, chunk_repeat + repeats)
 
 
+def _clean_pattern(layout: SequenceLayout, offset: int, length: int, repeats: Repeats) -> RowPattern:
+    """Return runs of clean rows: inside each owned chunk, or once over the whole copy where it is replicated."""
+    if layout.clean_is_replicated:
+        return RowPattern(layout.first_row(Stream.CLEAN, 0) + offset, length, repeats)
+    return _chunk_pattern(layout, Stream.CLEAN, offset, length, repeats)
+
+
 def _diagonal_tiles(layout: SequenceLayout, clean_attention: CleanAttention) -> tuple[Tile, ...]:
     """Each corrupted block x itself, and the clean rows x their own chunk (the whole copy where it is replicated)."""
-    block, blocks = layout.block_size, ((layout.blocks_per_chunk, layout.block_size),)
+    block, replicated = layout.block_size, layout.clean_is_replicated
+    blocks = ((layout.blocks_per_chunk, block),)
     corrupted = _chunk_pattern(layout, Stream.CORRUPTED, 0, block, blocks)
     if clean_attention is CleanAttention.TOKEN_CAUSAL:
         mask = MaskKind.CAUSAL
-        clean = (
-            RowPattern(layout.first_row(Stream.CLEAN, 0), layout.sequence_length)
-            if layout.clean_is_replicated
-            else _chunk_pattern(layout, Stream.CLEAN, 0, layout.chunk_length, ())
-        )
+        clean = _clean_pattern(layout, 0, layout.sequence_length if replicated else layout.chunk_length, ())
     else:
         mask = MaskKind.FULL
-        clean = (
-            RowPattern(layout.first_row(Stream.CLEAN, 0), block, ((layout.num_blocks, block),))
-            if layout.clean_is_replicated
-            else _chunk_pattern(layout, Stream.CLEAN, 0, block, blocks)
-        )
+        clean = _clean_pattern(layout, 0, block, ((layout.num_blocks, block),) if replicated else blocks)
     return (
         Tile(TileKind.CORRUPTED_DIAGONAL, corrupted, corrupted),
         Tile(TileKind.CLEAN_DIAGONAL, clean, clean, mask=mask),
@@ -226,32 +164,30 @@ def _diagonal_tiles(layout: SequenceLayout, clean_attention: CleanAttention) -> 
 
 def _staircases(layout: SequenceLayout, clean_attention: CleanAttention) -> tuple[Tile, ...]:
     """Rows of a chunk x strictly earlier blocks of the chunk: corrupted rows and, if block-causal, clean rows."""
-    tiles = []
-    for query_rows, key_rows, repeats in _staircase_runs(layout.blocks_per_chunk, layout.block_size):
-        query = _chunk_pattern(layout, Stream.CORRUPTED, query_rows.start, len(query_rows), repeats)
-        key = _chunk_pattern(layout, Stream.CLEAN, key_rows.start, len(key_rows), repeats)
+    tiles = [
+        Tile(
+            TileKind.STAIRCASE,
+            _chunk_pattern(layout, Stream.CORRUPTED, query_rows.start, len(query_rows), repeats),
+            _chunk_pattern(layout, Stream.CLEAN, key_rows.start, len(key_rows), repeats),
+        )
+        for query_rows, key_rows, repeats in _staircase_runs(layout.blocks_per_chunk, layout.block_size)
+    ]
+    if clean_attention is CleanAttention.TOKEN_CAUSAL:
+        return tuple(tiles)
+    num_blocks = layout.num_blocks if layout.clean_is_replicated else layout.blocks_per_chunk
+    for query_rows, key_rows, repeats in _staircase_runs(num_blocks, layout.block_size):
+        query, key = (_clean_pattern(layout, rows.start, len(rows), repeats) for rows in (query_rows, key_rows))
         tiles.append(Tile(TileKind.STAIRCASE, query, key))
-    if clean_attention is CleanAttention.BLOCK_CAUSAL:
-        num_blocks = layout.num_blocks if layout.clean_is_replicated else layout.blocks_per_chunk
-        for query_rows, key_rows, repeats in _staircase_runs(num_blocks, layout.block_size):
-            if layout.clean_is_replicated:
-                first = layout.first_row(Stream.CLEAN, 0)
-                query = RowPattern(first + query_rows.start, len(query_rows), repeats)
-                key = RowPattern(first + key_rows.start, len(key_rows), repeats)
-            else:
-                query = _chunk_pattern(layout, Stream.CLEAN, query_rows.start, len(query_rows), repeats)
-                key = _chunk_pattern(layout, Stream.CLEAN, key_rows.start, len(key_rows), repeats)
-            tiles.append(Tile(TileKind.STAIRCASE, query, key))
     return tuple(tiles)
 
 
-def _staircase_runs(num_blocks: int, block_size: int) -> list[tuple[range, range, tuple[tuple[int, int], ...]]]:
+def _staircase_runs(num_blocks: int, block_size: int) -> list[tuple[range, range, Repeats]]:
     """Cut the strictly lower block triangle into batches of rectangles: (query rows, key rows, repeats).
 
     Block i meets block j < i at the level of the highest bit in which i and j differ, so any number of blocks is
     covered once. A level's last odd run may be cut short by the end of the chunk: it is a rectangle of its own.
     """
-    runs: list[tuple[range, range, tuple[tuple[int, int], ...]]] = []
+    runs: list[tuple[range, range, Repeats]] = []
     width = 1
     while width < num_blocks:
         whole, rest = divmod(num_blocks, 2 * width)

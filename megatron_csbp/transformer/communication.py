@@ -3,12 +3,14 @@
 
 Shapes: S local rows, R = 2P C rows of the gather buffer, C chunk length, B micro-batch, K key/value heads, D head dim.
 
-The buffer has 2P chunk slots (see `attention_plan.gather_slot`): each rank's late chunk is gathered into the first half, its early
-chunk into the second. Both are single collectives into a contiguous half, so no row is copied or moved afterwards.
+The buffer has 2P chunk slots (see `attention_plan.gather_slot`): each rank's late chunk is gathered into the first
+half, its early chunk into the second. Both are single collectives into a contiguous half, so no row is copied or moved
+afterwards.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -41,7 +43,11 @@ class PendingWork[T]:
 
 
 class KeyValueExchange(Protocol):
-    """What the attention asks of the network. Every rank of the group calls both in the same order, whatever its data."""
+    """What the attention asks of the network.
+
+    Every rank of the group calls both in the same order, whatever its data. Until `wait` returns, the tensors that
+    were passed in must stay as they are.
+    """
 
     def start_gather(
         self, tensors_SBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream
@@ -50,22 +56,45 @@ class KeyValueExchange(Protocol):
         ...
 
     def start_reduce_scatter(
-        self, buffers_RBKD: Sequence[Tensor], layout: SequenceLayout, payload_dtype: torch.dtype
+        self, buffers_RBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream, payload_dtype: torch.dtype
     ) -> Pending[list[Tensor]]:
-        """Start summing buffers [R, B, K, D] over the group; the results are this rank's [2, C, B, K, D]: early, late chunk.
+        """Start summing one copy's buffers [R, B, K, D] over the group.
 
-        Gradients cross the link in `payload_dtype`; the sum is taken in the buffers' own dtype.
+        The results are this rank's chunks [2, C, B, K, D], the early one first. Gradients cross the link in
+        `payload_dtype`; the results have the buffers' own dtype.
         """
         ...
 
 
+@dataclass
+class TrafficLedger:
+    """Bytes of payload that collectives brought from other ranks, counted where they are started.
+
+    Attributes:
+        gathered_bytes: keys and values, by copy.
+        scattered_bytes: gradients of keys and values, by copy.
+        num_exchanges: gathers and reduce-scatters started (keys and values of one copy together are one).
+    """
+
+    gathered_bytes: Counter[Stream] = field(default_factory=Counter)
+    scattered_bytes: Counter[Stream] = field(default_factory=Counter)
+    num_exchanges: int = 0
+
+
 class ContextGroupExchange:
-    """The exchange over a torch.distributed process group."""
+    """The exchange over a torch.distributed process group.
+
+    Attributes:
+        ledger: what this rank received since the exchange was made.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Args:
-        group: the context group; its rank order is the layout's.
+        """Take the group; nothing is sent yet.
+
+        Args:
+            group: the context group; its rank order is the layout's.
         """
+        self.ledger = TrafficLedger()
         self._group = group
         self._size = dist.get_world_size(group)
         self._has_reduce_scatter = dist.get_backend(group) == "nccl"
@@ -74,45 +103,53 @@ class ContextGroupExchange:
         self, tensors_SBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream
     ) -> PendingWork[list[Tensor]]:
         """See `KeyValueExchange.start_gather`."""
-        works, buffers_RBKD = [], []
+        works: list[dist.Work] = []
+        buffers_RBKD: list[Tensor] = []
         for tensor_SBKD in tensors_SBKD:
             early_CBKD, late_CBKD = chunk_views(tensor_SBKD, layout, stream)
             buffer_RBKD = tensor_SBKD.new_empty(layout.num_chunks * layout.chunk_length, *tensor_SBKD.shape[1:])
             for half, chunk_CBKD in zip(buffer_RBKD.chunk(2), (late_CBKD, early_CBKD), strict=True):
-                works.append(
-                    dist.all_gather_into_tensor(half, chunk_CBKD.contiguous(), group=self._group, async_op=True)
-                )
+                work = dist.all_gather_into_tensor(half, chunk_CBKD.contiguous(), group=self._group, async_op=True)
+                works.append(_started(work))
             buffers_RBKD.append(buffer_RBKD)
+        self.ledger.gathered_bytes[stream] += self._remote_bytes(buffers_RBKD)
+        self.ledger.num_exchanges += 1
         return PendingWork(works, lambda: buffers_RBKD)
 
     def start_reduce_scatter(
-        self, buffers_RBKD: Sequence[Tensor], layout: SequenceLayout, payload_dtype: torch.dtype
+        self, buffers_RBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream, payload_dtype: torch.dtype
     ) -> PendingWork[list[Tensor]]:
         """See `KeyValueExchange.start_reduce_scatter`."""
         works: list[dist.Work] = []
-        finishes = [
-            [self._reduce_half(half, payload_dtype, works) for half in buffer_RBKD.chunk(2)]
-            for buffer_RBKD in buffers_RBKD
-        ]
+        payloads_RBKD = [buffer_RBKD.to(payload_dtype) for buffer_RBKD in buffers_RBKD]
+        finishes = [[self._reduce_half(half, works) for half in payload.chunk(2)] for payload in payloads_RBKD]
+        self.ledger.scattered_bytes[stream] += self._remote_bytes(payloads_RBKD)
+        self.ledger.num_exchanges += 1
+        dtype = buffers_RBKD[0].dtype
 
         def finish() -> list[Tensor]:
-            return [torch.stack([early(), late()]) for late, early in finishes]
+            return [torch.stack([early(dtype), late(dtype)]) for late, early in finishes]
 
         return PendingWork(works, finish)
 
-    def _reduce_half(self, half: Tensor, payload_dtype: torch.dtype, works: list[dist.Work]) -> Callable[[], Tensor]:
+    def _reduce_half(self, half: Tensor, works: list[dist.Work]) -> Callable[[torch.dtype], Tensor]:
         """Start the sum of one half buffer [P C, B, K, D]; the returned call yields this rank's chunk [C, B, K, D].
 
-        gloo's own reduce-scatter moves twice the ideal bytes, so there the chunks are exchanged and summed here, in rank order.
+        gloo's own reduce-scatter moves twice the ideal bytes, so there the chunks are exchanged and summed here, in
+        rank order and in the dtype that the call asks for.
         """
-        payload = half.to(payload_dtype)
         if self._has_reduce_scatter:
-            chunk = payload.new_empty(half.shape[0] // self._size, *half.shape[1:])
-            works.append(dist.reduce_scatter_tensor(chunk, payload, group=self._group, async_op=True))
-            return lambda: chunk.to(half.dtype)
-        received = torch.empty_like(payload)
-        works.append(dist.all_to_all_single(received, payload, group=self._group, async_op=True))
-        return lambda: received.unflatten(0, (self._size, -1)).sum(0, dtype=half.dtype)
+            chunk = half.new_empty(half.shape[0] // self._size, *half.shape[1:])
+            works.append(_started(dist.reduce_scatter_tensor(chunk, half, group=self._group, async_op=True)))
+            return lambda dtype: chunk.to(dtype)
+        received = torch.empty_like(half)
+        works.append(_started(dist.all_to_all_single(received, half, group=self._group, async_op=True)))
+        by_rank = received.view(self._size, -1, *half.shape[1:])
+        return lambda dtype: by_rank.sum(0, dtype=dtype)
+
+    def _remote_bytes(self, buffers: Sequence[Tensor]) -> int:
+        """Return the bytes of whole buffers that are other ranks' shares."""
+        return sum(buffer.nbytes for buffer in buffers) // self._size * (self._size - 1)
 
 
 def chunk_views(tensor_SBKD: Tensor, layout: SequenceLayout, stream: Stream) -> tuple[Tensor, Tensor]:
@@ -121,3 +158,9 @@ def chunk_views(tensor_SBKD: Tensor, layout: SequenceLayout, stream: Stream) -> 
         tensor_SBKD.narrow(0, layout.first_row(stream, chunk), layout.chunk_length) for chunk in layout.chunks
     )
     return early, late
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    """Return the handle of an asynchronous collective, which torch types as optional."""
+    assert work is not None, "this rank is not in the context group"
+    return work

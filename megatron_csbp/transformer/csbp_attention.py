@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact block-diffusion attention of one rank: the tiles of a plan, merged, with the gather hidden behind the local tiles.
+"""Exact block-diffusion attention of one rank: the tiles of a plan, merged, with the exchange beside the local tiles.
 
-Shapes: S local rows, R rows of the gather buffer, B micro-batch, N query heads, K key/value heads, D head dim; G independent
-problems of one tile (runs times micro-batch), T rows, U keys.
+Shapes: S local rows, R rows of the gather buffer, B micro-batch, N query heads, K key/value heads, D head dim.
 """
 
 from collections.abc import Sequence
@@ -11,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan, MaskKind, RowPattern, Tile, TileKind, gather_slot
+from megatron_csbp.transformer.attention_plan import AttentionPlan, gather_slot
 from megatron_csbp.transformer.communication import KeyValueExchange, Pending, chunk_views
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.layout import Stream
-from megatron_csbp.transformer.softmax_merge import accumulation_dtype, merge_partial
+from megatron_csbp.transformer.softmax_merge import accumulation_dtype
+from megatron_csbp.transformer.tile_executor import KeyValue, Merged, QuerySide, TileExecutor
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class AttentionContext:
     def __post_init__(self) -> None:
         assert self.exchange is not None or not self.plan.exchanged_streams, "this plan needs an exchange"
 
+    @property
+    def executor(self) -> TileExecutor:
+        """Runs the plan's tiles."""
+        return TileExecutor(self.kernel, self.scale)
+
 
 def block_diffusion_attention(
     query_SBND: Tensor, key_SBKD: Tensor, value_SBKD: Tensor, context: AttentionContext
@@ -53,131 +59,160 @@ def block_diffusion_attention(
     Returns:
         The attention output [S, B, N, D] in the input dtype.
     """
-    out_SBND: Tensor = _BlockDiffusionAttention.apply(query_SBND, key_SBKD, value_SBKD, context)
+    # Tiles are strided views, so a wrong row count would read beyond the tensors.
+    rows = context.plan.layout.num_rows
+    assert query_SBND.shape[0] == key_SBKD.shape[0] == value_SBKD.shape[0] == rows, f"the plan has {rows} rows"
+    out_SBND: Tensor = _BlockDiffusionAttention.apply(
+        _dense_heads(query_SBND), _dense_heads(key_SBKD), _dense_heads(value_SBKD), context
+    )
     return out_SBND
 
 
+def _dense_heads(tensor_SBND: Tensor) -> Tensor:
+    """Return the tensor with a contiguous last dim, which kernels take for granted; a copy only if need be."""
+    return tensor_SBND if tensor_SBND.stride(-1) == 1 else tensor_SBND.contiguous()
+
+
 class _BlockDiffusionAttention(torch.autograd.Function):
-    """Saves the local tensors and the merged result; gathered keys are gathered again in backward, not kept."""
+    """Saves the local tensors and the merged results; gathered keys are gathered again in backward, not kept."""
 
     @staticmethod
     def forward(
         ctx: Any, query_SBND: Tensor, key_SBKD: Tensor, value_SBKD: Tensor, context: AttentionContext
     ) -> Tensor:
-        out_SBND, lse_SBN, gathered = attention_forward(query_SBND, key_SBKD, value_SBKD, context)
-        ctx.save_for_backward(query_SBND, key_SBKD, value_SBKD, out_SBND, lse_SBN)
+        merged, gathered = attention_forward(query_SBND, KeyValue(key_SBKD, value_SBKD), context)
+        ctx.save_for_backward(query_SBND, key_SBKD, value_SBKD, *merged)
         ctx.attention = context
-        # The forward of a recomputed layer is followed at once by its backward: keep what it gathered for that one layer.
+        # A forward inside a backward pass is the recomputed one: its own backward follows at once, so what it
+        # gathered is kept for this one layer. (Megatron's checkpoints and torch's reentrant ones run the backward of
+        # this very call. torch's non-reentrant ones run that of the first forward, which then gathers once more.)
         ctx.gathered = gathered if torch._C._current_graph_task_id() != -1 else None
-        return out_SBND
+        return merged.out
 
     @staticmethod
-    def backward(ctx: Any, grad_out_SBND: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, grad_out_SBND: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query_SBND, key_SBKD, value_SBKD, out_SBND, lse_SBN = ctx.saved_tensors
         gathered, ctx.gathered = ctx.gathered, None
-        grads = attention_backward(grad_out_SBND, *ctx.saved_tensors, ctx.attention, gathered)
+        queries = QuerySide(grad_out_SBND.contiguous(), query_SBND, Merged(out_SBND, lse_SBN))
+        grads = attention_backward(queries, KeyValue(key_SBKD, value_SBKD), ctx.attention, gathered)
         return (*grads, None)
 
 
 def attention_forward(
-    query_SBND: Tensor, key_SBKD: Tensor, value_SBKD: Tensor, context: AttentionContext
-) -> tuple[Tensor, Tensor, list[Tensor] | None]:
+    query_SBND: Tensor, local: KeyValue, context: AttentionContext
+) -> tuple[Merged, KeyValue | None]:
     """Start the gather; run the local tiles; wait; run the gathered tiles; merge.
 
+    Args:
+        query_SBND: queries, [S, B, N, D].
+        local: this rank's keys and values, [S, B, K, D].
+        context: plan, kernel, scale and exchange.
+
     Returns:
-        The output [S, B, N, D] in the input dtype, its log-sum-exp [S, B, N] in the accumulation dtype, and the gathered
-        clean keys and values [R, B, K, D] (None if nothing was exchanged).
+        The output [S, B, N, D] in the input dtype with its log-sum-exp [S, B, N] in the accumulation dtype, and the
+        gathered clean keys and values [R, B, K, D] (None if nothing was exchanged).
     """
-    plan = context.plan
-    pending = _start_gather(key_SBKD, value_SBKD, context)
+    plan, executor = context.plan, context.executor
+    pending = _start_gather(local, context)
     dtype = accumulation_dtype(query_SBND.dtype)
-    out_SBND = torch.empty(query_SBND.shape, dtype=dtype, device=query_SBND.device)
-    lse_SBN = torch.empty(query_SBND.shape[:3], dtype=dtype, device=query_SBND.device)
+    # Not zeroed: the diagonal tiles come first and write every row once.
+    merged = Merged(
+        torch.empty(query_SBND.shape, dtype=dtype, device=query_SBND.device),
+        torch.empty(query_SBND.shape[:3], dtype=dtype, device=query_SBND.device),
+    )
     for tile in plan.local_tiles:
-        _forward_tile(tile, query_SBND, key_SBKD, value_SBKD, out_SBND, lse_SBN, context)
+        executor.forward(tile, query_SBND, local, merged)
     gathered = None
     if pending is not None:
         gathered = pending.wait()
         for tile in plan.gathered_tiles:
-            _forward_tile(tile, query_SBND, *gathered, out_SBND, lse_SBN, context)
-    return out_SBND.to(query_SBND.dtype), lse_SBN, gathered
+            executor.forward(tile, query_SBND, gathered, merged)
+    return Merged(merged.out.to(query_SBND.dtype), merged.lse), gathered
 
 
 def attention_backward(
-    grad_out_SBND: Tensor,
-    query_SBND: Tensor,
-    key_SBKD: Tensor,
-    value_SBKD: Tensor,
-    out_SBND: Tensor,
-    lse_SBN: Tensor,
-    context: AttentionContext,
-    gathered: list[Tensor] | None = None,
+    queries: QuerySide, local: KeyValue, context: AttentionContext, gathered: KeyValue | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gather again (unless `gathered` is given) beside half of the local tiles; reduce-scatter beside the other half.
+
+    Args:
+        queries: gradient of the output, queries and merged results, by query row.
+        local: this rank's keys and values, [S, B, K, D].
+        context: plan, kernel, scale and exchange.
+        gathered: gathered clean keys and values [R, B, K, D], if they are at hand.
 
     Returns:
         Gradients of query, key and value in the input dtype, summed in the accumulation dtype.
     """
-    plan = context.plan
-    dtype = accumulation_dtype(query_SBND.dtype)
-    pending_gather = None if gathered is not None else _start_gather(key_SBKD, value_SBKD, context)
-    saved = (grad_out_SBND.contiguous(), query_SBND, out_SBND, lse_SBN)
-    local = (key_SBKD, value_SBKD)
-    grad_query_SBND, *local_grads = (torch.zeros_like(tensor, dtype=dtype) for tensor in (query_SBND, *local))
-    beside_gather, beside_scatter = _split_local_tiles(plan)
+    plan, executor = context.plan, context.executor
+    pending_gather = None if gathered is not None else _start_gather(local, context)
+    grad_query_SBND = _zeros(queries.query)
+    local_grads = KeyValue(_zeros(local.key), _zeros(local.value))
+    beside_gather, beside_scatter = plan.backward_local_tiles
     for tile in beside_gather:
-        _backward_tile(tile, saved, local, (grad_query_SBND, *local_grads), context)
+        executor.backward(tile, queries, local, grad_query_SBND, local_grads)
     if pending_gather is not None:
         gathered = pending_gather.wait()
     pending_scatter = None
     if gathered is not None:
-        gathered_grads = [torch.zeros_like(buffer, dtype=dtype) for buffer in gathered]
+        gathered_grads = KeyValue(_zeros(gathered.key), _zeros(gathered.value))
         for tile in plan.gathered_tiles:
-            _backward_tile(tile, saved, gathered, (grad_query_SBND, *gathered_grads), context)
-        pending_scatter = _start_scatter(gathered_grads, local_grads, key_SBKD.dtype, context)
+            executor.backward(tile, queries, gathered, grad_query_SBND, gathered_grads)
+        pending_scatter = _start_scatter(gathered_grads, local_grads, local.key.dtype, context)
     for tile in beside_scatter:
-        _backward_tile(tile, saved, local, (grad_query_SBND, *local_grads), context)
+        executor.backward(tile, queries, local, grad_query_SBND, local_grads)
     if pending_scatter is not None:
-        _add_scattered(pending_scatter, local_grads, plan)
-    return (grad_query_SBND.to(query_SBND.dtype), *(grad.to(key_SBKD.dtype) for grad in local_grads))
+        pending_scatter.add_to(local_grads)
+    dtype = queries.query.dtype
+    return grad_query_SBND.to(dtype), local_grads.key.to(dtype), local_grads.value.to(dtype)
 
 
-def _split_local_tiles(plan: AttentionPlan) -> tuple[list[Tile], list[Tile]]:
-    """Split the local tiles into those that run beside the gather and those beside the reduce-scatter.
-
-    The corrupted diagonal comes before the reduce-scatter, since the CP baseline sends its key gradients there.
-    """
-    before, after, pairs = [], [], 0
-    for tile in sorted(plan.local_tiles, key=lambda tile: tile.kind is not TileKind.CORRUPTED_DIAGONAL):
-        first = tile.kind is TileKind.CORRUPTED_DIAGONAL or 2 * pairs < sum(t.num_pairs for t in plan.local_tiles)
-        (before if first else after).append(tile)
-        pairs += tile.num_pairs
-    return before, after
+def _zeros(tensor: Tensor) -> Tensor:
+    """Return a contiguous sum of nothing for the gradient of `tensor`, in its accumulation dtype."""
+    return torch.zeros(tensor.shape, dtype=accumulation_dtype(tensor.dtype), device=tensor.device)
 
 
-def _start_gather(key_SBKD: Tensor, value_SBKD: Tensor, context: AttentionContext) -> "_PendingGather | None":
-    """Start the gather of every copy that the scheme exchanges; None if it exchanges nothing."""
-    if context.exchange is None:
-        return None
-    plan, exchange = context.plan, context.exchange
-    return _PendingGather(
-        [exchange.start_gather((key_SBKD, value_SBKD), plan.layout, stream) for stream in plan.exchanged_streams]
-    )
-
-
-@dataclass
+@dataclass(frozen=True)
 class _PendingGather:
     """The gathers of one layer, clean copy first."""
 
-    pendings: list[Pending[list[Tensor]]]
+    pendings: Sequence[Pending[list[Tensor]]]
 
-    def wait(self) -> list[Tensor]:
-        """Wait for all of them; return the clean keys and values (corrupted ones of other ranks have no reader)."""
-        return [pending.wait() for pending in self.pendings][0]
+    def wait(self) -> KeyValue:
+        """Wait for all; return the clean keys and values (other ranks' corrupted ones have no reader)."""
+        clean, *_ = [pending.wait() for pending in self.pendings]
+        return KeyValue(*clean)
+
+
+@dataclass(frozen=True)
+class _PendingScatter:
+    """The reduce-scatters of one layer."""
+
+    plan: AttentionPlan
+    pendings: Sequence[tuple[Stream, Pending[list[Tensor]]]]
+
+    def add_to(self, local_grads: KeyValue) -> None:
+        """Wait for all; add the summed gradients of this rank's chunks to the local ones, in place."""
+        for stream, pending in self.pendings:
+            for grad_SBKD, scattered_2CBKD in zip(local_grads, pending.wait(), strict=True):
+                views = chunk_views(grad_SBKD, self.plan.layout, stream)
+                for view_CBKD, chunk_CBKD in zip(views, scattered_2CBKD, strict=True):
+                    view_CBKD.add_(chunk_CBKD)
+
+
+def _start_gather(local: KeyValue, context: AttentionContext) -> _PendingGather | None:
+    """Start the gather of every copy that the scheme exchanges; None if it exchanges nothing."""
+    plan, exchange = context.plan, context.exchange
+    if not plan.exchanged_streams:
+        return None
+    assert exchange is not None
+    return _PendingGather([exchange.start_gather(local, plan.layout, stream) for stream in plan.exchanged_streams])
 
 
 def _start_scatter(
-    gathered_grads: list[Tensor], local_grads: list[Tensor], payload_dtype: torch.dtype, context: AttentionContext
-) -> list[tuple[Stream, Pending[list[Tensor]]]]:
+    gathered_grads: KeyValue, local_grads: KeyValue, payload_dtype: torch.dtype, context: AttentionContext
+) -> _PendingScatter:
     """Start the reduce-scatter of clean gradients and, in the CP baseline, of corrupted ones."""
     plan, exchange = context.plan, context.exchange
     assert exchange is not None
@@ -185,103 +220,17 @@ def _start_scatter(
     for stream in plan.exchanged_streams:
         buffers = gathered_grads
         if stream is Stream.CORRUPTED:
-            buffers = [_spread_own_chunks(grad, plan, buffer) for grad, buffer in zip(local_grads, gathered_grads)]
-        pendings.append((stream, exchange.start_reduce_scatter(buffers, plan.layout, payload_dtype)))
-    return pendings
+            buffers = KeyValue(*(_move_to_buffer(grad, plan) for grad in local_grads))
+        pendings.append((stream, exchange.start_reduce_scatter(buffers, plan.layout, stream, payload_dtype)))
+    return _PendingScatter(plan, pendings)
 
 
-def _spread_own_chunks(grad_SBKD: Tensor, plan: AttentionPlan, like_RBKD: Tensor) -> Tensor:
+def _move_to_buffer(grad_SBKD: Tensor, plan: AttentionPlan) -> Tensor:
     """Move this rank's corrupted gradients into a gather buffer: the CP baseline sums them over the group."""
-    buffer_RBKD = torch.zeros_like(like_RBKD)
-    chunks = zip(plan.layout.chunks, chunk_views(grad_SBKD, plan.layout, Stream.CORRUPTED), strict=True)
-    for chunk, grad_CBKD in chunks:
-        first_row = gather_slot(plan.layout, chunk) * plan.layout.chunk_length
-        buffer_RBKD.narrow(0, first_row, plan.layout.chunk_length).copy_(grad_CBKD)
+    layout = plan.layout
+    buffer_RBKD = grad_SBKD.new_zeros(layout.num_chunks * layout.chunk_length, *grad_SBKD.shape[1:])
+    for chunk, grad_CBKD in zip(layout.chunks, chunk_views(grad_SBKD, layout, Stream.CORRUPTED), strict=True):
+        first_row = gather_slot(layout, chunk) * layout.chunk_length
+        buffer_RBKD.narrow(0, first_row, layout.chunk_length).copy_(grad_CBKD)
         grad_CBKD.zero_()
     return buffer_RBKD
-
-
-def _add_scattered(
-    pendings: list[tuple[Stream, Pending[list[Tensor]]]], local_grads: list[Tensor], plan: AttentionPlan
-) -> None:
-    """Add the summed gradients of this rank's chunks to the local ones, in place."""
-    for stream, pending in pendings:
-        for grad_SBKD, scattered_2CBKD in zip(local_grads, pending.wait(), strict=True):
-            for view_CBKD, chunk_CBKD in zip(
-                chunk_views(grad_SBKD, plan.layout, stream), scattered_2CBKD, strict=True
-            ):
-                view_CBKD.add_(chunk_CBKD)
-
-
-def _forward_tile(
-    tile: Tile,
-    query_SBND: Tensor,
-    key_UBKD: Tensor,
-    value_UBKD: Tensor,
-    out_SBND: Tensor,
-    lse_SBN: Tensor,
-    context: AttentionContext,
-) -> None:
-    """Compute one tile and merge it into the accumulated output and log-sum-exp, in place."""
-    partial_out_GTND, partial_lse_GTN = context.kernel.forward(
-        _problems(query_SBND, tile.query),
-        _problems(key_UBKD, tile.key),
-        _problems(value_UBKD, tile.key),
-        causal=tile.mask is MaskKind.CAUSAL,
-        scale=context.scale,
-    )
-    out, lse = _run_view(out_SBND, tile.query), _run_view(lse_SBN, tile.query)
-    partial_out, partial_lse = partial_out_GTND.reshape(out.shape), partial_lse_GTN.reshape(lse.shape)
-    if tile.writes_first:
-        out.copy_(partial_out)
-        lse.copy_(partial_lse)
-    else:
-        merge_partial(out, lse, partial_out, partial_lse)
-
-
-def _backward_tile(
-    tile: Tile,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
-    key_value: Sequence[Tensor],
-    grads: tuple[Tensor, ...],
-    context: AttentionContext,
-) -> None:
-    """Add one tile's share to the gradients of query, key and value, in place.
-
-    Args:
-        tile: what to compute.
-        saved: gradient of the output, query and merged output [S, B, N, D], merged log-sum-exp [S, B, N].
-        key_value: keys and values [U, B, K, D] of the tile's key source.
-        grads: accumulated gradients of query, key and value.
-        context: plan, kernel and scale.
-    """
-    grad_out_SBND, query_SBND, out_SBND, lse_SBN = saved
-    partial_grads = context.kernel.backward(
-        _problems(grad_out_SBND, tile.query),
-        _problems(query_SBND, tile.query),
-        *(_problems(tensor, tile.key) for tensor in key_value),
-        _problems(out_SBND, tile.query),
-        _problems(lse_SBN, tile.query),
-        causal=tile.mask is MaskKind.CAUSAL,
-        scale=context.scale,
-    )
-    for grad, pattern, partial in zip(grads, (tile.query, tile.key, tile.key), partial_grads, strict=True):
-        view = _run_view(grad, pattern)
-        view.add_(partial.reshape(view.shape))
-
-
-def _run_view(tensor_SB: Tensor, pattern: RowPattern) -> Tensor:
-    """Return the rows of a pattern as a view [runs..., B, T, ...] of a tensor [S, B, ...]."""
-    row_stride, *rest = tensor_SB.stride()
-    view = tensor_SB.as_strided(
-        (*(count for count, _ in pattern.repeats), pattern.length, *tensor_SB.shape[1:]),
-        (*(stride * row_stride for _, stride in pattern.repeats), row_stride, *rest),
-        tensor_SB.storage_offset() + pattern.start * row_stride,
-    )
-    run_dims = len(pattern.repeats)
-    return view.movedim(run_dims + 1, run_dims)
-
-
-def _problems(tensor_SB: Tensor, pattern: RowPattern) -> Tensor:
-    """Return the rows of a pattern as [G, T, ...]: a view where strides allow it (always for B = 1 or a single run)."""
-    return _run_view(tensor_SB, pattern).flatten(0, len(pattern.repeats))

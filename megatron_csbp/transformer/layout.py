@@ -47,8 +47,14 @@ def resolve_scheme(context_parallel_size: int, block_parallel_size: int) -> Sche
         block_parallel_size: value of `--block-parallel-size`.
 
     Raises:
-        ValueError: both sizes are above 1 and differ.
+        ValueError: a size is below 1, or both are above 1 and differ.
     """
+    for flag, size in (
+        ("--context-parallel-size", context_parallel_size),
+        ("--block-parallel-size", block_parallel_size),
+    ):
+        if size < 1:
+            raise ValueError(f"{flag} {size} must be at least 1; 1 turns it off.")
     if context_parallel_size == block_parallel_size:
         return Scheme.SINGLE if context_parallel_size == 1 else Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL
     if block_parallel_size == 1:
@@ -58,7 +64,8 @@ def resolve_scheme(context_parallel_size: int, block_parallel_size: int) -> Sche
     raise ValueError(
         f"--block-parallel-size {block_parallel_size} differs from --context-parallel-size {context_parallel_size}: "
         f"both name the same ranks, so above 1 they must be equal. Use --context-parallel-size {block_parallel_size} "
-        f"--block-parallel-size {block_parallel_size} for CSBP, or leave one of them at 1 for pure BP or the CP baseline."
+        f"--block-parallel-size {block_parallel_size} for CSBP, or leave one of them at 1 for pure BP or the CP "
+        "baseline."
     )
 
 
@@ -137,6 +144,13 @@ class SequenceLayout:
             return (rank, 2 * self.group_size - 1 - rank)
         return (2 * rank, 2 * rank + 1)
 
+    def owner_of(self, chunk: int) -> int:
+        """Return the rank that owns a chunk: the inverse of `chunks_of`."""
+        assert 0 <= chunk < self.num_chunks, f"chunk {chunk} is not among {self.num_chunks} chunks"
+        if self.assignment is BlockAssignment.DUAL_END:
+            return min(chunk, self.num_chunks - 1 - chunk)
+        return chunk // 2
+
     @property
     def chunks(self) -> tuple[int, ...]:
         """The chunks that this rank owns."""
@@ -203,9 +217,8 @@ class SequenceLayout:
 
     def owners(self) -> Iterator[tuple[int, int]]:
         """Yield (block, rank) for every block of the sequence: which rank owns its corrupted copy."""
-        owner_of_chunk = {c: rank for rank in range(self.group_size) for c in self.chunks_of(rank)}
         for block in range(self.num_blocks):
-            yield block, owner_of_chunk[block // self.blocks_per_chunk]
+            yield block, self.owner_of(block // self.blocks_per_chunk)
 
 
 def required_multiple(block_size: int, group_size: int) -> int:
@@ -220,5 +233,8 @@ def length_error(sequence_length: int, block_size: int, group_size: int) -> str:
     works = " or ".join(str(length) for length in (below, below + multiple) if length > 0)
     rule = f"the diffusion block size {block_size}"
     if group_size > 1:
-        rule = f"2 x {group_size} ranks x block size {block_size} = {multiple} (each rank owns two chunks of whole blocks)"
+        rule = (
+            f"2 x {group_size} ranks x block size {block_size} = {multiple} "
+            "(each rank owns two chunks of whole blocks)"
+        )
     return f"--seq-length {sequence_length} must be a multiple of {rule}. Nearest lengths that work: {works}."

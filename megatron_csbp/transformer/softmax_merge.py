@@ -17,7 +17,8 @@ def merge_partial(out_ND: Tensor, lse_N: Tensor, partial_out_ND: Tensor, partial
     """Merge a partial attention result into an accumulated one, in place.
 
     Softmax over the union of two key sets is the average of both outputs weighted by exp(lse). A side that saw no key
-    has lse = -inf and weight 0; if both saw none the accumulated row stays as it is.
+    has lse = -inf and weight 0 (its output must still be finite); if both saw none the accumulated row stays as it is.
+    NaN on either side stays NaN.
 
     Args:
         out_ND: accumulated output, [..., N, D] in the accumulation dtype; changed in place.
@@ -26,6 +27,8 @@ def merge_partial(out_ND: Tensor, lse_N: Tensor, partial_out_ND: Tensor, partial
         partial_lse_N: its log-sum-exp, [..., N].
     """
     partial_lse_N = partial_lse_N.to(lse_N.dtype)
-    weight_N = torch.sigmoid(partial_lse_N - lse_N).nan_to_num_(0.0)
+    weight_N = torch.sigmoid(partial_lse_N - lse_N)
+    # -inf on both sides has no difference; the weight of a side without keys is 0 whatever the other side is.
+    weight_N.masked_fill_(partial_lse_N == -torch.inf, 0.0)
     out_ND.lerp_(partial_out_ND.to(out_ND.dtype), weight_N.unsqueeze(-1))
     torch.logaddexp(lse_N, partial_lse_N, out=lse_N)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tile asks of an attention kernel, and the choice of a backend.
+"""What a tile asks of an attention kernel.
 
-Shapes: G independent problems of one tile (runs times micro-batch), T rows, U keys, N query heads, K key/value heads, D head dim.
+Shapes: G independent problems of one tile (runs times micro-batch), T rows, U keys, N query heads, K key/value heads,
+D head dim.
 """
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -38,31 +38,7 @@ class AttentionKernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of query [G, T, N, D], key and value [G, U, K, D].
 
-        `out_GTND` and `lse_GTN` are the results merged over all keys, not this tile's own: the flash backward then yields this
-        tile's exact share of the gradients.
+        `out_GTND` and `lse_GTN` are the results merged over all keys, not this tile's own: the flash backward then
+        yields this tile's exact share of the gradients.
         """
         ...
-
-
-def select_kernel(name: str, device: torch.device) -> AttentionKernel:
-    """Return the kernel that `--csbp-attention-backend` names, on `device`.
-
-    Args:
-        name: `auto`, `torch` or `reference`.
-        device: where the tensors live.
-
-    Raises:
-        ValueError: no such backend, or it does not run on this device.
-    """
-    from megatron_csbp.transformer.kernels.reference import ReferenceKernel
-    from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
-
-    if name == "reference":
-        return ReferenceKernel()
-    if name not in ("auto", "torch"):
-        raise ValueError(f"--csbp-attention-backend {name!r} is not a backend; use auto, torch or reference.")
-    if device.type != "cpu":
-        raise ValueError(
-            f"--csbp-attention-backend {name} has no kernel for device {device.type!r}; run with --device cpu."
-        )
-    return TorchCpuKernel()

@@ -63,4 +63,5 @@ def _expand(key_GUKD: Tensor, query_GTND: Tensor) -> Tensor:
 
 def _reduce(grad_GUND: Tensor, key_GUKD: Tensor) -> Tensor:
     """Sum the gradients of the query heads that share a key/value head."""
-    return grad_GUND.unflatten(2, (key_GUKD.shape[2], -1)).sum(3)
+    *problems, _, head_dim = grad_GUND.shape
+    return grad_GUND.reshape(*problems, key_GUKD.shape[2], -1, head_dim).sum(3)
