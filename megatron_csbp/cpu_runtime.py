@@ -442,11 +442,25 @@ def _average_as_sum(function: Callable[..., Any], input_name: str) -> Callable[.
     return reduce
 
 
+def _listed_splits(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps an all-to-all: Megatron's MoE turns split sizes into host lists only when they are on a CUDA device."""
+
+    @functools.wraps(function)
+    def exchange(*args: Any, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return function(*args, **kwargs)
+
+    return exchange
+
+
 def _replace_collectives() -> None:
     for name in ("init_process_group", "new_group"):
         setattr(dist, name, _gloo_for_nccl(getattr(dist, name)))
     for name, input_name in (("all_reduce", "tensor"), ("reduce_scatter_tensor", "input")):
         setattr(dist, name, _average_as_sum(getattr(dist, name), input_name))
+    dist.all_to_all_single = _listed_splits(dist.all_to_all_single)
 
 
 def _no_compile(model: Callable[..., Any] | None = None, **kwargs: Any) -> Any:

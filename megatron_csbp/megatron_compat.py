@@ -79,6 +79,14 @@ class RequiredSymbol:
 REQUIRED_SYMBOLS: list[RequiredSymbol] = [
     RequiredSymbol("megatron.core.datasets.utils.compile_helpers", "dataset index builder from a wheel"),
     RequiredSymbol("megatron.core.datasets.helpers", "dataset index builder from a wheel"),
+    RequiredSymbol(
+        "megatron.core.transformer.torch_norm.WrappedTorchNorm", "sequence parallelism with the local spec"
+    ),
+    RequiredSymbol(
+        "megatron.core.transformer.transformer_block._get_block_submodules",
+        "sequence parallelism with the local spec",
+        ("config", "spec", "vp_stage", "pp_rank"),
+    ),
 ]
 
 
@@ -188,7 +196,9 @@ def first_vocabulary_id(local_vocab_size: int, padded_vocab_size: int) -> int:
 def stage_needs_batch(model: Any) -> bool:
     """Whether a pipeline stage embeds tokens or computes the loss."""
     utils = importlib.import_module("megatron.core.utils")
-    return bool(utils.get_attr_wrapped_model(model, "pre_process") or utils.get_attr_wrapped_model(model, "post_process"))
+    return bool(
+        utils.get_attr_wrapped_model(model, "pre_process") or utils.get_attr_wrapped_model(model, "post_process")
+    )
 
 
 def broadcast_in_tensor_parallel_group(
@@ -263,3 +273,80 @@ def load_checkpoint_arguments(folder: Path, iteration: int) -> Namespace | None:
         return None
     args: Namespace | None = dist_checkpointing.load_common_state_dict(str(path)).get("args")
     return args
+
+
+def rank_loads_data(vp_stage: int | None = None) -> bool:
+    """Whether this rank reads samples: the first tensor-parallel rank of a stage that embeds or computes the loss."""
+    mpu = importlib.import_module("megatron.core.parallel_state")
+    return mpu.get_tensor_model_parallel_rank() == 0 and rank_loads_data_group(vp_stage)
+
+
+def rank_loads_data_group(vp_stage: int | None = None) -> bool:
+    """Whether this rank's tensor-parallel group gets samples: its stage embeds tokens or computes the loss."""
+    utils = importlib.import_module("megatron.training.utils")
+    return bool(utils.is_first_or_last_pipeline_stage(vp_stage))
+
+
+def local_norm_class() -> type:
+    """The norm that Megatron's local layer specs use where Apex is absent."""
+    norm: type = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    return norm
+
+
+def block_submodules(config: Any, spec: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> Any:
+    """Turns a layer spec into the spec of the block of layers that this pipeline stage builds.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        spec: ``ModuleSpec`` of a layer; a block spec is returned as it is.
+        vp_stage: Virtual pipeline stage, for the interleaved schedule.
+        pp_rank: Pipeline rank; this rank's by default.
+
+    Returns:
+        ``TransformerBlockSubmodules`` with the layers and the final norm.
+    """
+    block = importlib.import_module("megatron.core.transformer.transformer_block")
+    return block._get_block_submodules(config, spec, vp_stage, pp_rank)
+
+
+def next_autoregressive_batch(
+    data_iterator: Iterator[dict[str, Tensor]] | None, model: Any, args: Namespace
+) -> dict[str, Tensor | None] | None:
+    """The next micro-batch of an autoregressive run, cut to this context-parallel rank; None on a middle stage.
+
+    Args:
+        data_iterator: Yields samples of a GPT dataset; used on the first tensor-parallel rank only.
+        model: The (wrapped) GPT stage.
+        args: Megatron's arguments.
+    """
+    utils = importlib.import_module("megatron.core.utils")
+    mpu = importlib.import_module("megatron.core.parallel_state")
+    if not rank_loads_data_group(utils.get_attr_wrapped_model(model, "vp_stage")):
+        return None
+    batch: dict[str, Tensor | None] = {}
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        assert data_iterator is not None
+        sample = next(data_iterator)
+        keys = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+        batch = {key: sample[key].cuda(non_blocking=True) if key in sample else None for key in keys}
+    batch = utils.get_batch_on_this_tp_rank(
+        batch,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        cp_size=args.context_parallel_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    batch = {key: batch.get(key) for key in ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")}
+    on_this_rank: dict[str, Tensor | None] = utils.get_batch_on_this_cp_rank(
+        batch, cp_group=mpu.get_context_parallel_group()
+    )
+    return on_this_rank
