@@ -59,12 +59,12 @@ class NemotronObjective(Objective):
         diffusion, ar = config.diffusion_loss_weight, config.ar_loss_weight
         self.diffusion_loss_weight = DEFAULT_DIFFUSION_LOSS_WEIGHT if diffusion is None else diffusion
         self.ar_loss_weight = DEFAULT_AR_LOSS_WEIGHT if ar is None else ar
-        if not self.diffusion_loss_weight > 0.0:
+        if not 0.0 < self.diffusion_loss_weight < math.inf:
             raise ValueError(
-                f"--diffusion-loss-weight {diffusion} must be above 0. Use {DEFAULT_DIFFUSION_LOSS_WEIGHT}."
+                f"--diffusion-loss-weight {diffusion} must be a number above 0. Use {DEFAULT_DIFFUSION_LOSS_WEIGHT}."
             )
-        if not self.ar_loss_weight >= 0.0:
-            raise ValueError(f"--ar-loss-weight {ar} must be 0 or more. Use {DEFAULT_AR_LOSS_WEIGHT}.")
+        if not 0.0 <= self.ar_loss_weight < math.inf:
+            raise ValueError(f"--ar-loss-weight {ar} must be a number, 0 or more. Use {DEFAULT_AR_LOSS_WEIGHT}.")
         self.loss_on_clean_rows = self.ar_loss_weight > 0.0
 
     def place(self, rows: CleanRows, noise: SampleNoise, layout: SequenceLayout) -> LossRows:

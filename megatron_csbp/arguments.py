@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of this package, and what they change among Megatron's own arguments.
+
+Imports nothing of Megatron: the entries read some of these flags before Megatron may be imported.
+"""
+
+import argparse
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_csbp.argument_rules import check_before_megatron
+from megatron_csbp.transformer.attention_plan import CleanAttention
+from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout, resolve_scheme
+
+OBJECTIVES = ("block-diffusion", "nemotron")
+SCHEDULES = ("log-linear", "square", "sqrt", "log", "cosine")
+BACKENDS = ("auto", "torch", "reference")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One Megatron argument that was changed, for the start summary.
+
+    Attributes:
+        name: attribute of the argument namespace.
+        before: the user's value.
+        after: the value in force.
+        reason: why.
+    """
+
+    name: str
+    before: object
+    after: object
+    reason: str
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add this package's flags to Megatron's parser, in a group of their own (an `extra_args_provider`)."""
+    group = parser.add_argument_group("block diffusion (megatron_csbp)")
+    group.add_argument(
+        "--block-parallel-size",
+        "--bp-size",
+        type=int,
+        default=1,
+        help="Ranks that share the diffusion blocks of a sequence. They are the ranks of --context-parallel-size: equal "
+        "sizes give CSBP, this one alone pure block parallelism (clean copy on every rank).",
+    )
+    group.add_argument(
+        "--diffusion-block-size",
+        type=int,
+        default=None,
+        help="Tokens in a diffusion block. Turns block-diffusion training on; without it this is plain Megatron.",
+    )
+    group.add_argument(
+        "--mask-token-id",
+        type=int,
+        default=None,
+        help="Token id that stands for a corrupted token. Must lie in the padded vocabulary.",
+    )
+    group.add_argument(
+        "--diffusion-objective",
+        choices=OBJECTIVES,
+        default="block-diffusion",
+        help="block-diffusion: BD3-LM's NELBO, one noise level per block, over supervised tokens. nemotron: NVIDIA's "
+        "joint diffusion and autoregressive loss, one noise level per sequence.",
+    )
+    group.add_argument(
+        "--clean-attention",
+        choices=[str(choice) for choice in CleanAttention],
+        default=None,
+        help="What a clean token sees: earlier clean tokens, or its whole block and earlier blocks. Default: block-causal "
+        "for block-diffusion, token-causal for nemotron.",
+    )
+    group.add_argument(
+        "--diffusion-loss-weight",
+        type=float,
+        default=None,
+        help="Weight of the diffusion term. Default: 1.0 for block-diffusion, 0.3 for nemotron.",
+    )
+    group.add_argument(
+        "--ar-loss-weight",
+        type=float,
+        default=None,
+        help="Weight of the next-token term on the clean copy. Default: 0 for block-diffusion, 1.0 for nemotron.",
+    )
+    group.add_argument(
+        "--noise-schedule",
+        choices=SCHEDULES,
+        default="log-linear",
+        help="Chance that a token is corrupted, and its loss weight, as functions of the noise level t.",
+    )
+    group.add_argument("--noise-eps", type=float, default=1e-3, help="Smallest noise level: t lies in [eps, 1].")
+    group.add_argument(
+        "--block-assignment",
+        choices=[str(choice) for choice in BlockAssignment],
+        default=str(BlockAssignment.DUAL_END),
+        help="Which chunks a rank owns. dual-end balances the work; contiguous is for ablation.",
+    )
+    group.add_argument(
+        "--csbp-attention-backend",
+        choices=BACKENDS,
+        default="auto",
+        help="Kernels of the block-diffusion attention. auto picks by device and says which.",
+    )
+    add_device_argument(group)
+    return parser
+
+
+def add_device_argument(parser: "ArgumentParser | argparse._ArgumentGroup") -> None:
+    """Add `--device`, which the entries read before Megatron is imported."""
+    parser.add_argument(
+        "--device",
+        choices=DEVICES,
+        default="auto",
+        help="auto: the CPU runtime only if there is no CUDA device. cpu: always, for tests and debugging.",
+    )
+
+
+def read_device(argv: Sequence[str]) -> str:
+    """Return the value of `--device` in a command line, without looking at any other flag."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    add_device_argument(parser)
+    device: str = parser.parse_known_args([arg for arg in argv if arg not in ("-h", "--help")])[0].device
+    return device
+
+
+def is_block_diffusion(args: Namespace) -> bool:
+    """Return whether block-diffusion training is asked for."""
+    return args.diffusion_block_size is not None
+
+
+def prepare_before_validation(args: Namespace, given: frozenset[str]) -> list[Change]:
+    """Check our rules and set what Megatron's own validation has to see. Call before Megatron's `validate_args`.
+
+    Args:
+        args: parsed arguments; changed in place.
+        given: flags that the user gave, as written (`--attention-dropout`), on the command line or in a YAML file.
+
+    Returns:
+        The changes made, for the start summary.
+
+    Raises:
+        ValueError: a rule is broken; the message names the flag, the value, the rule and a value that works.
+    """
+    check_before_megatron(args, given)
+    if not is_block_diffusion(args):
+        return []
+    args.diffusion_scheme = str(resolve_scheme(args.context_parallel_size, args.block_parallel_size))
+    args.clean_attention = args.clean_attention or default_clean_attention(args.diffusion_objective)
+    _fill_loss_weights(args)
+    changes = _Changes(args)
+    group_size = max(args.context_parallel_size, args.block_parallel_size)
+    changes.set("context_parallel_size", group_size, "BP overlays Megatron's CP axis: both name the same ranks")
+    changes.set("calculate_per_token_loss", True, "ranks supervise different numbers of tokens: one global denominator")
+    changes.set("create_attention_mask_in_dataloader", False, "the attention plan masks; a dense mask has 4 L^2 entries")
+    for name in ("attention_dropout", "hidden_dropout"):
+        if f"--{name.replace('_', '-')}" not in given:
+            changes.set(name, 0.0, "dropout differs between topologies; give the flag to keep it")
+    return changes.made
+
+
+def prepare_after_validation(args: Namespace) -> list[Change]:
+    """Set the row count that Megatron's schedules have to see. Call after Megatron's `validate_args`.
+
+    Args:
+        args: validated arguments; changed in place: `clean_seq_length` keeps L, `seq_length` becomes the rows of the
+            whole context group, 2L or (P+1)L for pure BP, so that pipeline shapes are right.
+    """
+    if not is_block_diffusion(args):
+        return []
+    args.clean_seq_length = args.seq_length
+    changes = _Changes(args)
+    layout = sequence_layout(args, rank=0)
+    changes.set("seq_length", layout.group_rows, "rows of both copies in one context group")
+    return changes.made
+
+
+def sequence_layout(args: Namespace, rank: int) -> SequenceLayout:
+    """Return the layout of one rank of the context group.
+
+    Args:
+        args: arguments after `prepare_after_validation` (or with `clean_seq_length` set).
+        rank: rank in the context group.
+    """
+    return SequenceLayout(
+        sequence_length=args.clean_seq_length,
+        block_size=args.diffusion_block_size,
+        group_size=args.context_parallel_size,
+        rank=rank,
+        scheme=Scheme(args.diffusion_scheme),
+        assignment=BlockAssignment(args.block_assignment),
+    )
+
+
+def default_clean_attention(objective: str) -> str:
+    """Return the clean attention that an objective trains with unless `--clean-attention` says otherwise."""
+    return str(CleanAttention.TOKEN_CAUSAL if objective == "nemotron" else CleanAttention.BLOCK_CAUSAL)
+
+
+def _fill_loss_weights(args: Namespace) -> None:
+    """Fill in the objective's default weights."""
+    diffusion, autoregressive = (0.3, 1.0) if args.diffusion_objective == "nemotron" else (1.0, 0.0)
+    if args.diffusion_loss_weight is None:
+        args.diffusion_loss_weight = diffusion
+    if args.ar_loss_weight is None:
+        args.ar_loss_weight = autoregressive
+
+
+class _Changes:
+    """Sets arguments and remembers what changed."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.made: list[Change] = []
+        self._args = args
+
+    def set(self, name: str, value: object, reason: str) -> None:
+        before = getattr(self._args, name)
+        if before != value:
+            self.made.append(Change(name, before, value, reason))
+            setattr(self._args, name, value)
+

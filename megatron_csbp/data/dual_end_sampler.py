@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dual-end sampler: reads of each sample only the tokens that a rank's rows need.
+
+Shapes: S local rows of a layout, L clean sequence length.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from megatron.core.datasets.blended_dataset import BlendedDataset
+
+from megatron_csbp.data import gpt_dataset_access as access
+from megatron_csbp.loss.objectives.interface import CleanRows
+from megatron_csbp.transformer.layout import SequenceLayout
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class _SampleText:
+    """The documents, or parts of them, that a sample's tokens are cut from, d of them, in order.
+
+    Attributes:
+        documents: document numbers, int [d].
+        starts: first token of the sample in each document, int64 [d].
+        ends: tokens of the sample up to and with each document, int64 [d].
+    """
+
+    documents: IntArray
+    starts: IntArray
+    ends: IntArray
+
+    def read(self, source: Any, first: int, last: int, pad_token_id: int) -> IntArray:
+        """Read tokens first .. last of the sample, padded where the data end, int64 [last - first]."""
+        text = np.full(last - first, pad_token_id, dtype=np.int64)
+        position = first
+        part = int(np.searchsorted(self.ends, first, side="right"))
+        while position < last and part < len(self.ends):
+            begin = int(self.ends[part - 1]) if part else 0
+            stop = min(last, int(self.ends[part]))
+            offset = int(self.starts[part]) + position - begin
+            text[position - first : stop - first] = source.get(
+                int(self.documents[part]), offset=offset, length=stop - position
+            )
+            position, part = stop, part + 1
+        return text
+
+
+class DualEndSampler:
+    """Reads the rows that one rank of a context group owns, and none else, from Megatron's own datasets.
+
+    With the dual-end assignment a rank's rows lie in chunks r and 2P-1-r of the sample, at its two ends. For each of
+    those the sampler reads C + 1 tokens from the indexed dataset (one more, since a row may be asked for its next
+    token) where the stock dataset reads, and its loader moves, all L + 1. What comes back equals the same positions
+    of the stock sample exactly: tokens, labels and loss mask, with padding and `--eod-mask-loss`.
+
+    Which samples make up a batch is not decided here: that stays with Megatron's `build_pretraining_data_loader` and
+    its samplers. Hence consumed samples, epochs, batch-size rampup and resuming are Megatron's own, and the global
+    batch is the same whatever P is: data parallelism does not count the context group, so all its ranks ask for the
+    same sample indices.
+
+    Args:
+        dataset: Megatron's GPTDataset, MockGPTDataset, or BlendedDataset of them, with L tokens a sample.
+        layout: the rank's rows.
+        padded_vocab_size: token ids must be below this.
+
+    Raises:
+        ValueError: the dataset is of another kind or has another sequence length.
+    """
+
+    def __init__(self, dataset: Any, layout: SequenceLayout, padded_vocab_size: int) -> None:
+        self.dataset = dataset
+        self.layout = layout
+        self.padded_vocab_size = padded_vocab_size
+        for part in dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]:
+            _check_dataset(part, layout)
+        self._ranges = _token_ranges(layout)
+        self._text_index = _text_index(layout, self._ranges)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.dataset)
+
+    def read(self, sample_index: int) -> CleanRows:
+        """Return the data under this rank's rows of a sample.
+
+        Args:
+            sample_index: index into the dataset.
+
+        Raises:
+            ValueError: a token id is not in the vocabulary.
+        """
+        dataset, index = self.dataset, sample_index
+        if isinstance(dataset, BlendedDataset):
+            dataset_index, dataset_sample_index = access.blend_indices(dataset)
+            index = int(dataset_sample_index[sample_index])
+            dataset = dataset.datasets[int(dataset_index[sample_index])]
+        pad = access.pad_token_id(dataset)
+        sample = _sample_text(dataset, index)
+        text = np.concatenate([sample.read(dataset.dataset, first, last, pad) for first, last in self._ranges])
+        is_padding = text == pad
+        self._check_vocabulary(text, ~is_padding, dataset.dataset_path, sample_index)
+        is_maskable = np.ones(text.shape, dtype=np.bool_)
+        if dataset.config.eod_mask_loss:
+            is_maskable = text != dataset.config.tokenizer.eod
+        # Like the stock dataset: padding becomes token 0, which every embedding can look up.
+        text = np.where(is_padding, 0, text)
+        here, following = self._text_index, self._text_index + 1
+        return CleanRows(
+            tokens=text[here],
+            next_tokens=text[following],
+            supervised=is_maskable[here] & ~is_padding[here],
+            next_supervised=is_maskable[here] & ~is_padding[following],
+        )
+
+    def _check_vocabulary(
+        self, text: IntArray, is_token: npt.NDArray[np.bool_], path: str | None, sample_index: int
+    ) -> None:
+        """Refuse token ids that the embedding does not have."""
+        outside = is_token & ((text < 0) | (text >= self.padded_vocab_size))
+        if outside.any():
+            raise ValueError(
+                f"--data-path {path}: sample {sample_index} holds token id {int(text[outside][0])}, but the padded "
+                f"vocabulary has {self.padded_vocab_size} tokens (ids 0 to {self.padded_vocab_size - 1}). Train with "
+                "the tokenizer that the data were prepared with (--tokenizer-type, --tokenizer-model, --vocab-size), "
+                "or prepare the data again with this one."
+            )
+
+
+def _check_dataset(dataset: Any, layout: SequenceLayout) -> None:
+    """Refuse datasets whose samples are not GPTDataset's, or that do not fit the layout."""
+    if not access.reads_stock_samples(dataset):
+        raise ValueError(
+            f"dataset {type(dataset).__name__} makes its own samples, which cannot be read in part. Use --data-path "
+            "or --mock-data, without --fim-data and --sft."
+        )
+    if dataset.config.sequence_length != layout.sequence_length:
+        raise ValueError(
+            f"the dataset has {dataset.config.sequence_length} tokens a sample, but the layout needs "
+            f"{layout.sequence_length}, the value of --seq-length."
+        )
+    if dataset.config.eod_mask_loss and dataset.config.tokenizer.eod is None:
+        raise ValueError(
+            "--eod-mask-loss needs an end-of-document token, and the tokenizer has none. Leave the flag out or use a "
+            "tokenizer with an EOS token."
+        )
+
+
+def _token_ranges(layout: SequenceLayout) -> list[tuple[int, int]]:
+    """Return the token ranges [first, last) that the rows need, with the next token of each, merged and sorted."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted({(s.first_position, s.first_position + s.length + 1) for s in layout.segments}):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return merged
+
+
+def _text_index(layout: SequenceLayout, ranges: list[tuple[int, int]]) -> IntArray:
+    """Return where each row's token lies in the ranges' joined text, int64 [S]; the next token lies one further."""
+    firsts = np.array([first for first, _ in ranges])
+    begins = np.cumsum([0] + [last - first for first, last in ranges[:-1]])
+    which = np.searchsorted(firsts, layout.positions, side="right") - 1
+    index: IntArray = begins[which] + layout.positions - firsts[which]
+    return index
+
+
+def _sample_text(dataset: Any, index: int) -> _SampleText:
+    """Return where the tokens of a GPTDataset's sample lie."""
+    document_index, sample_index, shuffle_index = access.gpt_dataset_indices(dataset)
+    row = int(shuffle_index[index])
+    (first, first_offset), (last, last_offset) = sample_index[row].tolist(), sample_index[row + 1].tolist()
+    documents = document_index[first : last + 1]
+    starts = np.zeros(len(documents), dtype=np.int64)
+    stops = dataset.dataset.sequence_lengths[documents].astype(np.int64)
+    starts[0] = first_offset
+    stops[-1] = last_offset + dataset.config.add_extra_token_to_sequence
+    return _SampleText(documents, starts, np.cumsum(stops - starts))

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds and reads the documents of text files, folders and JSONL files, for preparation."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
+
+
+def find_files(inputs: Sequence[str], patterns: Sequence[str]) -> list[Path]:
+    """Return the files that the inputs name: files as they are, folders searched recursively, in sorted order.
+
+    Args:
+        inputs: files and folders.
+        patterns: shell patterns for the names of files in folders; hidden files and folders are left out.
+
+    Raises:
+        ValueError: an input does not exist, or no file was found.
+    """
+    found: list[Path] = []
+    for name in inputs:
+        path = Path(name)
+        if path.is_file():
+            found.append(path)
+        elif path.is_dir():
+            matches = {match for pattern in patterns for match in path.rglob(pattern) if match.is_file()}
+            found += sorted(m for m in matches if not any(part.startswith(".") for part in m.relative_to(path).parts))
+        else:
+            raise ValueError(f"--input {name} does not exist. Give text files, JSONL files or folders.")
+    if not found:
+        raise ValueError(
+            f"--input {' '.join(inputs)} holds no file that matches --glob {' '.join(patterns)}. Give another folder "
+            "or pattern, for example --glob '*.txt'."
+        )
+    return list(dict.fromkeys(found))
+
+
+def read_documents(path: Path, json_key: str, skip_undecodable: bool = False) -> Iterator[str]:
+    """Yield the texts of a file's documents: each line of a JSONL file, else the whole file.
+
+    Args:
+        path: the file.
+        json_key: key of the text in each JSON object.
+        skip_undecodable: yield nothing for a file that is not UTF-8 text, instead of an error.
+
+    Yields:
+        Texts, one line of a JSONL file read at a time.
+
+    Raises:
+        ValueError: the file cannot be read, is not UTF-8, or a line is not a JSON object with that text.
+    """
+    try:
+        if path.suffix not in JSON_LINES_SUFFIXES:
+            yield path.read_text(encoding="utf-8")
+            return
+        with path.open(encoding="utf-8") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield _text_of(line, json_key, f"{path}, line {number}")
+    except UnicodeDecodeError as error:
+        if not skip_undecodable:
+            raise ValueError(
+                f"--input file {path} is not UTF-8 text (byte {error.start}). Convert it, choose files with --glob, "
+                "or leave such files out with --skip-undecodable."
+            ) from error
+    except OSError as error:
+        raise ValueError(f"--input file {path} cannot be read: {error.strerror or error}.") from error
+
+
+def _text_of(line: str, json_key: str, place: str) -> str:
+    """Return the text of one JSON line."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--input {place}: not JSON ({error.msg}). Each line must be one JSON object.") from error
+    if not isinstance(record, dict) or not isinstance(record.get(json_key), str):
+        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise ValueError(
+            f"--json-key {json_key}: --input {place} has no text under that key (it has: {keys}). Name the key that "
+            "holds the text."
+        )
+    text: str = record[json_key]
+    return text

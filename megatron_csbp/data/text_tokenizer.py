@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face tokenizers for preparation: a name, a folder, or a tokenizer.json file."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False)
+class TextTokenizer:
+    """A tokenizer that turns text into ids, without adding special tokens.
+
+    Attributes:
+        name: what it was loaded from.
+        backend: a `tokenizers.Tokenizer`, or a `transformers` tokenizer.
+        vocab_size: largest id it can yield, added tokens too, plus 1 (ids may have gaps).
+        eod_id: id of the end-of-document token, or None.
+    """
+
+    name: str
+    backend: Any
+    vocab_size: int
+    eod_id: int | None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding if isinstance(encoding, list) else encoding.ids
+        return ids
+
+    def require_eod_id(self) -> int:
+        """Return the end-of-document id.
+
+        Raises:
+            ValueError: the tokenizer names none.
+        """
+        if self.eod_id is None:
+            raise ValueError(
+                f"--append-eod: the tokenizer {self.name} names no end-of-document token. Name one that it has, for "
+                "example --eod-token '<|endoftext|>', or leave out --append-eod."
+            )
+        return self.eod_id
+
+
+def load_tokenizer(name: str, eod_token: str | None = None) -> TextTokenizer:
+    """Load a tokenizer.
+
+    Args:
+        name: a `tokenizer.json` file, a folder, or a name that transformers' AutoTokenizer knows.
+        eod_token: end-of-document token, where it is not the tokenizer's own EOS token.
+
+    Raises:
+        ValueError: it cannot be loaded, or does not have that token.
+    """
+    if Path(name).is_file():
+        return _from_json_file(name, eod_token)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"--tokenizer {name} cannot be loaded: {reason} Give a tokenizer.json file, a folder with one, "
+            "or the name of a Hugging Face model."
+        ) from error
+    # The text's own length is no error here: samples are cut later.
+    tokenizer.model_max_length = 1 << 62
+    vocabulary = tokenizer.get_vocab()
+    eod_id = tokenizer.eos_token_id if eod_token is None else vocabulary.get(eod_token)
+    _check_eod_token(name, eod_token, eod_id)
+    return TextTokenizer(name, tokenizer, max(vocabulary.values(), default=-1) + 1, eod_id)
+
+
+def _from_json_file(name: str, eod_token: str | None) -> TextTokenizer:
+    """Load a file of the tokenizers library."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(name)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(
+            f"--tokenizer {name} is not a tokenizer file of the tokenizers library ({error}). Give a tokenizer.json "
+            "file, a folder with one, or the name of a Hugging Face model."
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    eod_id = None if eod_token is None else tokenizer.token_to_id(eod_token)
+    _check_eod_token(name, eod_token, eod_id)
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    return TextTokenizer(name, tokenizer, vocab_size, eod_id)
+
+
+def _check_eod_token(name: str, eod_token: str | None, eod_id: int | None) -> None:
+    """Refuse an end-of-document token that the tokenizer does not have."""
+    if eod_token is not None and eod_id is None:
+        raise ValueError(
+            f"--eod-token {eod_token} is not in the vocabulary of --tokenizer {name}. Name one of its tokens."
+        )

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the data files before training starts, on every rank and without communication.
+
+Every rank sees the same files and so comes to the same verdict; none is left waiting in a collective for one that
+has stopped.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.object_storage_utils import is_object_storage_path
+from megatron.core.datasets.utils import Split
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_csbp.data.indexed_files import IndexedFiles, open_indexed_files
+
+SCANNED_TOKENS = 1 << 24
+"""Tokens read of one dataset at most, to find its largest token id."""
+
+Blend = tuple[list[str], list[float] | None]
+
+
+def validate_data_files(args: Any) -> None:
+    """Check that every data path that the flags name can be trained on.
+
+    Both files exist and have the size that the index promises; every split gets documents; token ids are in the padded
+    vocabulary, by the sidecar that preparation wrote, or else by reading up to `SCANNED_TOKENS` tokens, evenly spaced
+    in larger data (what that misses, the sampler catches as it reads). Data in object storage is not read here.
+
+    Args:
+        args: Megatron's validated arguments, with `clean_seq_length` and, for the vocabulary check,
+            `padded_vocab_size`.
+
+    Raises:
+        ValueError: a rule is broken; names the flag, the value, the rule and what works.
+    """
+    blend, blend_per_split = _blends(args)
+    has_data = blend is not None or blend_per_split is not None
+    if args.mock_data:
+        if has_data:
+            raise ValueError("--mock-data excludes data paths. Leave out --mock-data, or the data paths.")
+        return
+    if not has_data:
+        raise ValueError("no training data: give --data-path PREFIX (without .bin or .idx), or --mock-data.")
+    if blend is not None:
+        _check_shared_blend(blend, "--data-path" if args.data_args_path is None else "--data-args-path", args)
+        return
+    assert blend_per_split is not None
+    for split, split_blend in zip(Split, blend_per_split, strict=True):
+        if split_blend is not None:
+            flag = (
+                f"--{split.name}-data-path" if args.per_split_data_args_path is None else "--per-split-data-args-path"
+            )
+            for files in _open_all(split_blend, flag, args):
+                _check_samples(files, flag, split, files.num_tokens, split_blend, args)
+
+
+def _blends(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
+    """Return what the data flags name, as Megatron reads them, with its bare assertions put into words."""
+    try:
+        blend, blend_per_split = get_blend_and_blend_per_split(args)
+    except (AssertionError, OSError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"the data paths cannot be read ({type(error).__name__} {error}). Use one of --data-path, "
+            "--data-args-path, --train-data-path with its siblings, or --per-split-data-args-path (a JSON object with "
+            "train, valid and test), each with PREFIX ... or with WEIGHT PREFIX WEIGHT PREFIX ..."
+        ) from error
+    for _, weights in filter(None, [blend, *(blend_per_split or ())]):
+        if weights is not None and not all(weight > 0.0 for weight in weights):
+            raise ValueError(
+                f"the data blend has weights {weights}: each must be above 0. Leave datasets of weight 0 out."
+            )
+    return blend, blend_per_split
+
+
+def _split_matrix(split: str | None) -> list[tuple[float, float] | None]:
+    """Return the share [first, last) of the documents that each split gets."""
+    numbers = [] if split is None else [float(number) for number in re.findall(r"[.0-9]+", split)]
+    if not 1 <= len(numbers) <= len(Split) or sum(numbers) <= 0.0:
+        raise ValueError(
+            f"--split {split} must be one to three numbers, the shares of training, validation and test, with a sum "
+            "above 0. Use --split 969,30,1."
+        )
+    matrix: list[tuple[float, float] | None] = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    return matrix
+
+
+def _check_shared_blend(blend: Blend, flag: str, args: Any) -> None:
+    """Check datasets that are cut into training, validation and test by `--split`."""
+    matrix = _split_matrix(args.split)
+    for files in _open_all(blend, flag, args):
+        for split in Split:
+            share = matrix[split.value]
+            if share is None:
+                continue
+            # The same rounding as Megatron's dataset builder, which hangs on a split without documents.
+            first, last = (round(bound * files.num_documents) for bound in share)
+            if first == last:
+                raise ValueError(
+                    f"--split {args.split} leaves no document for the {split.name} split of {flag} {files.prefix}, "
+                    f"which has {files.num_documents} documents. Give each split a share of at least one document, "
+                    f"or 0: for example {_working_split(files.num_documents)}."
+                )
+            tokens = int(files.sequence_lengths[first:last].sum(dtype=np.int64))
+            _check_samples(files, flag, split, tokens, blend, args)
+
+
+def _working_split(num_documents: int) -> str:
+    """Return a split that gives every share at least one document."""
+    if num_documents < 3:
+        return "--split 100,0,0 --eval-iters 0"
+    return "--split 90,5,5" if num_documents >= 20 else f"--split {num_documents - 2},1,1"
+
+
+def _open_all(blend: Blend, flag: str, args: Any) -> Iterator[IndexedFiles]:
+    """Open each dataset and check its token ids."""
+    for prefix in blend[0]:
+        if is_object_storage_path(prefix):
+            continue
+        files = open_indexed_files(prefix, flag)
+        if args.padded_vocab_size is not None:
+            _check_vocabulary(files, flag, args.padded_vocab_size)
+        yield files
+
+
+def _check_vocabulary(files: IndexedFiles, flag: str, padded_vocab_size: int) -> None:
+    """Check that token ids are in the vocabulary."""
+    metadata = files.metadata()
+    if metadata is not None:
+        lowest, highest = 0, metadata.max_token_id
+        origin = f"prepared with {metadata.tokenizer} of {metadata.vocab_size} tokens"
+    else:
+        bounds = [(int(window.min()), int(window.max())) for window in files.token_windows(SCANNED_TOKENS)]
+        lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
+        origin = "found by reading it"
+    if lowest < 0 or highest >= padded_vocab_size:
+        raise ValueError(
+            f"{flag} {files.prefix} holds token id {lowest if lowest < 0 else highest} ({origin}), but the padded "
+            f"vocabulary has {padded_vocab_size} tokens (ids 0 to {padded_vocab_size - 1}). Train with the tokenizer "
+            "that the data were prepared with (--tokenizer-type, --tokenizer-model, --vocab-size), or prepare the "
+            "data again with this one."
+        )
+
+
+def _check_samples(files: IndexedFiles, flag: str, split: Split, tokens: int, blend: Blend, args: Any) -> None:
+    """Check that a split has a sample where Megatron does not repeat the data: blends without weights, one epoch."""
+    prefixes, weights = blend
+    draws_one_epoch = (len(prefixes) > 1 and weights is None) or (split is Split.valid and args.full_validation)
+    needed = args.clean_seq_length + 1 if draws_one_epoch else 2
+    if tokens < needed:
+        raise ValueError(
+            f"{flag} {files.prefix}: its {split.name} split has {tokens} tokens, and needs at least {needed}"
+            + (
+                f" (one sample of --seq-length {args.clean_seq_length} and the token after it)"
+                if draws_one_epoch
+                else ""
+            )
+            + ". Use a shorter --seq-length, more data, or blend weights, with which small datasets are repeated."
+        )

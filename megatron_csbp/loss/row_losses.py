@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-entropy of the rows that carry loss, and of no other row.
+
+Shapes: S local rows, B micro-batch, H hidden size, R rows with loss of all sequences of a micro-batch, V vocabulary on this
+tensor-parallel rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_csbp import megatron_compat
+
+
+@dataclass(frozen=True)
+class LossRowSelection:
+    """Which rows of a micro-batch carry loss.
+
+    Attributes:
+        rows_R: row in the flattened [S, B] order, int64.
+        targets_R: token to predict, int64.
+        weights_R: factor on its cross-entropy, fp32.
+        corrupted_R: whether the row is of the corrupted copy, bool.
+    """
+
+    rows_R: Tensor
+    targets_R: Tensor
+    weights_R: Tensor
+    corrupted_R: Tensor
+
+
+def select_loss_rows(targets_BS: Tensor, weights_BS: Tensor, is_corrupted_S: Tensor) -> LossRowSelection:
+    """Select the rows with a weight. A micro-batch without any yields one row of weight 0, so every rank runs every layer.
+
+    Args:
+        targets_BS: token to predict at each row, int64.
+        weights_BS: factor on its cross-entropy, fp32; 0 carries no loss.
+        is_corrupted_S: whether a local row is of the corrupted copy, bool.
+    """
+    weights_SB = weights_BS.t().contiguous()
+    rows_R = weights_SB.view(-1).nonzero().view(-1)
+    if rows_R.numel() == 0:
+        rows_R = rows_R.new_zeros(1)
+    return LossRowSelection(
+        rows_R=rows_R,
+        targets_R=targets_BS.t().reshape(-1)[rows_R],
+        weights_R=weights_SB.view(-1)[rows_R],
+        corrupted_R=is_corrupted_S[rows_R // targets_BS.shape[0]],
+    )
+
+
+@dataclass(frozen=True)
+class RowLosses:
+    """Megatron's `output_processor`: hidden states of all rows to the cross-entropy of the rows with loss.
+
+    Attributes:
+        excluded_token_id: logit that corrupted rows may not predict (the mask id), or None.
+        padded_vocab_size: V times the tensor-parallel size.
+    """
+
+    excluded_token_id: int | None
+    padded_vocab_size: int
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: Any,
+        output_weight: Tensor | None,
+        compute_language_model_loss: Any,
+        scale_logits: Any,
+        config: Any,
+        context: LossRowSelection,
+        **unused: Any,
+    ) -> Tensor:
+        """Return the cross-entropy [R] in fp32. `context` is the selection; the rest is what GPTModel hands over."""
+        with megatron_compat.full_sequence_output_layer(output_layer, hidden_states, config) as hidden_SBH:
+            rows_R1H = hidden_SBH.flatten(0, 1).index_select(0, context.rows_R).unsqueeze(1)
+            logits_R1V, _ = output_layer(rows_R1H, weight=output_weight)
+        logits_R1V = scale_logits(logits_R1V)
+        if self.excluded_token_id is not None:
+            logits_R1V = self._without_excluded_token(logits_R1V, context, config)
+        losses_1R: Tensor = compute_language_model_loss(context.targets_R.unsqueeze(0), logits_R1V)
+        return losses_1R.view(-1).float()
+
+    def _without_excluded_token(self, logits_R1V: Tensor, context: LossRowSelection, config: Any) -> Tensor:
+        """Set the mask id's logit of corrupted rows to -inf, save where the data itself has that token as the target."""
+        vocab = logits_R1V.shape[-1]
+        column = self.excluded_token_id - megatron_compat.first_vocabulary_id(vocab, self.padded_vocab_size)
+        if not 0 <= column < vocab:
+            return logits_R1V
+        hidden_R = context.corrupted_R & (context.targets_R != self.excluded_token_id)
+        drop_RV = torch.zeros(1, 1, vocab, dtype=torch.bool, device=logits_R1V.device)
+        drop_RV[..., column] = True
+        return logits_R1V.masked_fill(hidden_R.view(-1, 1, 1) & drop_RV, -torch.inf)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's GPT model with block-diffusion attention: a config subclass and a builder subclass, nothing patched."""
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
+
+from megatron_csbp.parallel_state_ext import initialize_block_parallel
+from megatron_csbp.transformer.core_attention import BlockDiffusionSettings, CSBPCoreAttention
+from megatron_csbp.transformer.layer_specs import with_core_attention
+from megatron_csbp.transformer.layout import Scheme
+from megatron_csbp.transformer.norm import with_sequence_parallel_norm
+from megatron_csbp.transformer.rotary import LayoutRotaryEmbedding
+
+
+@dataclass(kw_only=True)
+class BlockDiffusionModelConfig(GPTModelConfig):
+    """Megatron's GPT config plus the block-diffusion settings."""
+
+    builder: ClassVar[str] = "megatron_csbp.model.BlockDiffusionModelBuilder"
+    block_diffusion: BlockDiffusionSettings | None = None
+
+
+class BlockDiffusionModelBuilder(GPTModelBuilder):
+    """Builds GPT stages whose layers attend under the block-diffusion mask."""
+
+    def __init__(self, model_config: BlockDiffusionModelConfig) -> None:
+        """Args:
+        model_config: config with `block_diffusion` set; its layer spec is wrapped, not changed.
+        """
+        super().__init__(model_config)
+        assert model_config.block_diffusion is not None, "block_diffusion settings are missing"
+        self._settings = model_config.block_diffusion
+        self._stock_spec = model_config.transformer_layer_spec
+        model_config.transformer_layer_spec = self._layer_spec
+
+    def build_model(
+        self,
+        pg_collection: ProcessGroupCollection,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
+    ) -> GPTModel:
+        """Build one stage; see `GPTModelBuilder.build_model`."""
+        model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        if hasattr(model, "rotary_pos_emb"):
+            layout = self._settings.layout(pg_collection.cp.size(), pg_collection.cp.rank())
+            model.rotary_pos_emb = LayoutRotaryEmbedding(model.rotary_pos_emb, layout)
+        return model
+
+    def build_distributed_models(self, pg_collection: ProcessGroupCollection, *args: Any, **kwargs: Any) -> list[GPTModel]:
+        """Name the block-parallel group, then build and wrap the stages; see `GPTModelBuilder`."""
+        divides_blocks = self._settings.scheme in (Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
+        initialize_block_parallel(pg_collection.cp.size() if divides_blocks else 1)
+        return super().build_distributed_models(pg_collection, *args, **kwargs)
+
+    def _layer_spec(self, config: GPTModelConfig, vp_stage: int | None = None) -> Any:
+        """Return the stock layer or block spec with our core attention and, in the local spec, a norm that allows SP."""
+        spec = self._stock_spec
+        if spec is None:
+            spec = default_layer_spec(config, vp_stage)
+        elif not isinstance(spec, ModuleSpec) and callable(spec):
+            takes_stage = "vp_stage" in inspect.signature(spec).parameters
+            spec = spec(config, vp_stage=vp_stage) if takes_stage else spec(config)
+        if config.transformer.sequence_parallel:
+            spec = with_sequence_parallel_norm(spec)
+        return with_core_attention(spec, functools.partial(CSBPCoreAttention, settings=self._settings))

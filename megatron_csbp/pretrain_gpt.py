@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry: `torchrun ... -m megatron_csbp.pretrain_gpt <Megatron arguments> --bp-size P --diffusion-block-size M ...`.
+
+Runs Megatron's own `pretrain`. Without block-diffusion flags it trains the plain autoregressive GPT.
+"""
+
+import sys
+import time
+
+_PROGRAM_START_TIME = time.time()
+
+
+def main() -> None:
+    """Choose the device, then hand over to Megatron."""
+    from megatron_csbp import cpu_runtime
+    from megatron_csbp.arguments import is_block_diffusion, read_device
+    from megatron_csbp.errors import user_errors
+
+    with user_errors():
+        runtime = cpu_runtime.install(read_device(sys.argv[1:]))  # type: ignore[arg-type]
+
+        from megatron_csbp import autoregressive, megatron_compat, training_setup
+
+        megatron_compat.check_megatron_version()
+        megatron_compat.ensure_dataset_helpers()
+        args = training_setup.parse_and_validate_args(runtime, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+        if not is_block_diffusion(args):
+            autoregressive.check_supported(args)
+    main_entry_time = time.time()
+
+    from megatron.core.enums import ModelType
+    from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+    set_startup_timestamps(program_start=_PROGRAM_START_TIME, main_entry=main_entry_time)
+    pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
+    if is_block_diffusion(args):
+        model_config = training_setup.model_config_from_args(args)
+        provider, forward_step = training_setup.datasets_provider(args), training_setup.forward_step_from_args(args)
+    else:
+        model_config = gpt_config_from_args(args)
+        provider, forward_step = autoregressive.datasets_provider, autoregressive.forward_step
+    container = pretrain_cfg_container_from_args(args, model_config)
+    pretrain(container, provider, ModelType.encoder_or_decoder, forward_step, store=store)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rank 0 prints before training: versions, device, scheme, ownership, traffic, and every argument that was changed."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from megatron_csbp import megatron_compat
+from megatron_csbp.arguments import Change, is_block_diffusion, sequence_layout
+from megatron_csbp.cpu_runtime import RuntimeInfo
+from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.kernels import select_kernel
+from megatron_csbp.transformer.layout import Stream
+
+_MAX_RANKS_SHOWN = 8
+
+
+def print_start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Change]) -> None:
+    """Print the summary on rank 0."""
+    if args.rank == 0:
+        print("\n".join(start_summary(args, runtime, changes)), flush=True)
+
+
+def start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Change]) -> list[str]:
+    """Return the lines of the summary.
+
+    Args:
+        args: validated arguments.
+        runtime: the device that was chosen.
+        changes: arguments that were changed.
+    """
+    lines = [f"---------------- megatron_csbp {_version('megatron-csbp')} ----------------"]
+    lines.append(
+        f"  versions: megatron-core {megatron_compat.megatron_version()}, torch {torch.__version__}, "
+        f"transformer-engine {_version('transformer-engine')}"
+    )
+    lines.append(f"  device: {runtime.device} ({runtime.reason}); {runtime.threads} CPU threads per rank")
+    lines.extend(f"    note: {note}" for note in runtime.notes)
+    if is_block_diffusion(args):
+        lines.extend(_block_diffusion_lines(args, runtime))
+    else:
+        lines.append("  block diffusion: off (no --diffusion-block-size): plain Megatron")
+    if changes:
+        lines.append("  arguments changed:")
+        lines.extend(f"    {change.name}: {change.before} -> {change.after} ({change.reason})" for change in changes)
+    lines.append("-" * len(lines[0]))
+    return lines
+
+
+def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
+    layout = sequence_layout(args, rank=0)
+    plan = AttentionPlan(layout, CleanAttention(args.clean_attention))
+    kernel = select_kernel(args.csbp_attention_backend, torch.device(runtime.device))
+    lines = [
+        f"  scheme: {layout.scheme} over {layout.group_size} rank(s); tensor {args.tensor_model_parallel_size} x pipeline "
+        f"{args.pipeline_model_parallel_size} x data {args.data_parallel_size}",
+        f"  objective: {args.diffusion_objective}, clean attention {args.clean_attention}, noise {args.noise_schedule} eps "
+        f"{args.noise_eps}, mask token {args.mask_token_id}",
+        f"  sequence: {layout.sequence_length} clean tokens, {layout.num_blocks} blocks of {layout.block_size}, "
+        f"{layout.num_chunks} chunks of {layout.chunk_length}; {layout.num_rows} rows per rank",
+        f"  attention backend: {kernel.name} (--csbp-attention-backend {args.csbp_attention_backend})",
+    ]
+    blocks = layout.blocks_per_chunk
+    for rank in range(min(layout.group_size, _MAX_RANKS_SHOWN)):
+        owned = ", ".join(f"{c} (blocks {c * blocks}-{(c + 1) * blocks - 1})" for c in layout.chunks_of(rank))
+        lines.append(f"    rank {rank} owns chunks {owned}")
+    if layout.group_size > _MAX_RANKS_SHOWN:
+        lines.append(f"    ... and so on ({layout.assignment})")
+    lines.append(_traffic_line(args, plan))
+    return lines
+
+
+def _traffic_line(args: Namespace, plan: AttentionPlan) -> str:
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    heads = max(1, groups // args.tensor_model_parallel_size)
+    itemsize = torch.empty(0, dtype=args.params_dtype).element_size()
+    per_stream = {
+        stream: plan.remote_bytes(stream, heads, args.kv_channels, itemsize, args.micro_batch_size) for stream in Stream
+    }
+    total = 3 * sum(per_stream.values())
+    return (
+        f"  attention traffic per layer, rank and micro-batch: {total / 2**20:.2f} MiB from other ranks (keys and values in "
+        f"forward and again in backward, their gradients once; corrupted copy: {3 * per_stream[Stream.CORRUPTED]} bytes)"
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
