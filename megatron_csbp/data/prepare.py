@@ -115,18 +115,12 @@ def prepare(args: argparse.Namespace) -> None:
     if args.workers < 1:
         raise ValueError(f"--workers {args.workers} must be at least 1.")
     tokenizer = load_tokenizer(args.tokenizer, args.eod_token)
-    end = [tokenizer.require_eod_id()] if args.append_eod else []
+    end = np.array([tokenizer.require_eod_id()] if args.append_eod else [], dtype=np.int32)
     files = find_files(args.input, args.glob)
     progress = _Progress(num_files=len(files))
     with _complete_output(args.output_prefix) as temporary_prefix:
-        _write(
-            temporary_prefix,
-            _tokenized(_batches(files, args, progress), tokenizer, args),
-            end,
-            tokenizer,
-            progress,
-            args,
-        )
+        tokenized = _tokenized(_batches(files, args, progress), tokenizer, args)
+        _write(temporary_prefix, _ended(tokenized, end), tokenizer, progress, args)
     progress.say()
     removed = _remove_stale_index_cache(args.output_prefix)
     notes = [f"left out {progress.empty_documents} empty documents"] * bool(progress.empty_documents)
@@ -136,8 +130,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 def _write(
     prefix: str,
-    tokenized: Iterable[TokenIds],
-    end: list[int],
+    documents: Iterable[TokenIds],
     tokenizer: TextTokenizer,
     progress: _Progress,
     args: argparse.Namespace,
@@ -151,9 +144,8 @@ def _write(
         from megatron_csbp.data.indexed_files import PreparedMetadata, bin_path, idx_path, meta_path
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(str(bin_path(prefix)), dtype=dtype)
-    for token_ids in tokenized:
-        # Text alone makes a document: an end token without text would teach nothing.
-        document = np.concatenate([token_ids, np.array(end, dtype=np.int32)]) if token_ids.size else token_ids
+    progress.started = time.monotonic()
+    for document in documents:
         progress.add(document)
         if document.size:
             builder.add_document(document, [document.size])
@@ -170,6 +162,12 @@ def _write(
         documents=progress.documents,
     )
     meta_path(prefix).write_text(metadata.to_json(), encoding="utf-8")
+
+
+def _ended(documents: Iterable[TokenIds], end: TokenIds) -> Iterator[TokenIds]:
+    """Append the end token to each document that has text."""
+    for document in documents:
+        yield np.concatenate([document, end]) if document.size else document
 
 
 def _batches(files: Iterable[Path], args: argparse.Namespace, progress: _Progress) -> Iterator[list[str]]:
