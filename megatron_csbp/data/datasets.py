@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.datasets.data_samplers import RandomSeedDataset
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
+from megatron_csbp import megatron_compat
 from megatron_csbp.data.dual_end_sampler import DualEndSampler
 from megatron_csbp.data.noise import SampleNoise
 from megatron_csbp.loss.objectives.interface import Objective
@@ -124,8 +124,8 @@ def build_train_valid_test_datasets(
         layout: the rank's rows.
         objective: the training objective.
         vp_stage: virtual pipeline stage, or None.
-        is_built: whether this rank reads data, True on global rank 0 at least. None for Megatron's rule: tensor rank 0
-            of the first and the last pipeline stage.
+        is_built: whether this rank reads data, True on global rank 0 at least. None for Megatron's rule: the first
+            tensor-parallel rank of the first and the last pipeline stage.
 
     Returns:
         Training, validation and test datasets: a :class:`BlockDiffusionDataset`, None where the split or the rank has
@@ -137,7 +137,7 @@ def build_train_valid_test_datasets(
     refuse_unsupported_flags(args)
     config = dataset_config(args)
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
-    is_built = is_built or partial(_reads_data, vp_stage)
+    is_built = is_built or partial(megatron_compat.rank_loads_data, vp_stage)
     splits = BlendedMegatronDatasetBuilder(dataset_class, list(num_samples), is_built, config).build()
 
     def wrap(dataset: Any) -> Any:
@@ -151,11 +151,6 @@ def build_train_valid_test_datasets(
 
     train, valid, test = (wrap(dataset) for dataset in splits)
     return train, valid, test
-
-
-def _reads_data(vp_stage: int | None) -> bool:
-    """Return whether this rank reads data under Megatron's rule."""
-    return parallel_state.get_tensor_model_parallel_rank() == 0 and bool(is_first_or_last_pipeline_stage(vp_stage))
 
 
 def refuse_unsupported_flags(args: Any) -> None:

@@ -11,6 +11,7 @@ The formulas are BD3-LM's (arXiv 2503.09573) without the small constants that it
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -34,9 +35,17 @@ class NoiseSchedule:
     weight: Callable[[FloatArray], FloatArray]
 
 
+def _power_move_chance(exponent: float, t: FloatArray) -> FloatArray:
+    return t**exponent
+
+
+def _power_weight(exponent: float, t: FloatArray) -> FloatArray:
+    return exponent / t
+
+
 def _power(name: str, exponent: float) -> NoiseSchedule:
-    """Return the schedule p = t^e, for which w = e / t."""
-    return NoiseSchedule(name, lambda t: t**exponent, lambda t: exponent / t)
+    """Return the schedule p = t^e. Partials, not lambdas: data workers may have to unpickle it."""
+    return NoiseSchedule(name, partial(_power_move_chance, exponent), partial(_power_weight, exponent))
 
 
 def _log_move_chance(t: FloatArray) -> FloatArray:
