@@ -153,8 +153,12 @@ def prepare_before_validation(args: Namespace, given: frozenset[str]) -> list[Ch
     changes = _Changes(args)
     group_size = max(args.context_parallel_size, args.block_parallel_size)
     changes.set("context_parallel_size", group_size, "BP overlays Megatron's CP axis: both name the same ranks")
-    changes.set("calculate_per_token_loss", True, "ranks supervise different numbers of tokens: one global denominator")
-    changes.set("create_attention_mask_in_dataloader", False, "the attention plan masks; a dense mask has 4 L^2 entries")
+    changes.set(
+        "calculate_per_token_loss", True, "ranks supervise different numbers of tokens: one global denominator"
+    )
+    changes.set(
+        "create_attention_mask_in_dataloader", False, "the attention plan masks; a dense mask has 4 L^2 entries"
+    )
     for name in ("attention_dropout", "hidden_dropout"):
         if f"--{name.replace('_', '-')}" not in given:
             changes.set(name, 0.0, "dropout differs between topologies; give the flag to keep it")
@@ -220,4 +224,3 @@ class _Changes:
         if before != value:
             self.made.append(Change(name, before, value, reason))
             setattr(self._args, name, value)
-

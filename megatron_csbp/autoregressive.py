@@ -84,5 +84,3 @@ def loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, T
     num_tokens = mask.sum().clone().detach().to(torch.int)
     megatron_compat.check_loss(total, get_args())
     return total, num_tokens, {"lm loss": torch.cat([total.clone().detach().view(1), num_tokens.view(1)])}
-
-

@@ -15,7 +15,11 @@ import yaml
 
 # Names of Megatron's own YAML files that differ from the name of the flag: key -> how to say it.
 _MEGATRON_YAML_NAMES = {"num_moe_experts": "num_experts"}
-_ACTIVATIONS: dict[str, dict[str, object]] = {"swiglu": {"swiglu": True}, "squaredrelu": {"squared_relu": True}, "gelu": {}}
+_ACTIVATIONS: dict[str, dict[str, object]] = {
+    "swiglu": {"swiglu": True},
+    "squaredrelu": {"squared_relu": True},
+    "gelu": {},
+}
 
 
 def take_yaml_flag(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -52,7 +56,9 @@ def set_defaults_from_yaml(parser: ArgumentParser, path: Path) -> set[str]:
     if not isinstance(document, dict):
         parser.error(f"--yaml-cfg {path}: must hold `flag-name: value` lines, for example `context-parallel-size: 2`.")
     actions = {action.dest: action for action in parser._actions}
-    by_flag = {flag.lstrip("-").replace("-", "_"): action for action in parser._actions for flag in action.option_strings}
+    by_flag = {
+        flag.lstrip("-").replace("-", "_"): action for action in parser._actions for flag in action.option_strings
+    }
     given = set()
     for key, value in _flatten(document):
         for name, setting in _translate(key, value).items():

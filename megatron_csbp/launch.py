@@ -78,7 +78,9 @@ def _parse_and_validate_args(
     from megatron_csbp.errors import user_errors
 
     if ignore_unknown_args:
-        raise ValueError("megatron_csbp.launch runs scripts that know all their arguments (ignore_unknown_args is off).")
+        raise ValueError(
+            "megatron_csbp.launch runs scripts that know all their arguments (ignore_unknown_args is off)."
+        )
     with user_errors():
         return training_setup.parse_and_validate_args(runtime, extra_args_provider, args_defaults)
 
@@ -119,5 +121,3 @@ def _pretrain(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 if __name__ == "__main__":
     main()
-
-

@@ -93,7 +93,7 @@ REQUIRED_SYMBOLS: list[RequiredSymbol] = [
 def megatron_version() -> str:
     """The version of the Megatron-Core that is imported, which need not be the one that pip knows."""
     version: str = importlib.import_module("megatron.core").__version__
-    return version
+    return version.split("+")[0]  # Megatron adds the git revision of whatever repository the job was started in
 
 
 def check_megatron_version(version: str | None = None) -> None:
@@ -347,6 +347,10 @@ def next_autoregressive_batch(
     )
     batch = {key: batch.get(key) for key in ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")}
     on_this_rank: dict[str, Tensor | None] = utils.get_batch_on_this_cp_rank(
-        batch, cp_group=mpu.get_context_parallel_group()
+        batch,
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        hybrid_cp_group_func=None,
+        use_per_sequence_balancing=False,
     )
     return on_this_rank

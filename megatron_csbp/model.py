@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
 
+from megatron_csbp import megatron_compat
 from megatron_csbp.parallel_state_ext import initialize_block_parallel
 from megatron_csbp.transformer.core_attention import BlockDiffusionSettings, CSBPCoreAttention
 from megatron_csbp.transformer.layer_specs import with_core_attention
@@ -38,7 +39,6 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
         assert model_config.block_diffusion is not None, "block_diffusion settings are missing"
         self._settings = model_config.block_diffusion
         self._stock_spec = model_config.transformer_layer_spec
-        model_config.transformer_layer_spec = self._layer_spec
 
     def build_model(
         self,
@@ -48,19 +48,24 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
         vp_stage: int | None = None,
     ) -> GPTModel:
         """Build one stage; see `GPTModelBuilder.build_model`."""
+        self._model_config.transformer_layer_spec = functools.partial(
+            self._layer_spec, pipeline_rank=pg_collection.pp.rank()
+        )
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
         if hasattr(model, "rotary_pos_emb"):
             layout = self._settings.layout(pg_collection.cp.size(), pg_collection.cp.rank())
             model.rotary_pos_emb = LayoutRotaryEmbedding(model.rotary_pos_emb, layout)
         return model
 
-    def build_distributed_models(self, pg_collection: ProcessGroupCollection, *args: Any, **kwargs: Any) -> list[GPTModel]:
+    def build_distributed_models(
+        self, pg_collection: ProcessGroupCollection, *args: Any, **kwargs: Any
+    ) -> list[GPTModel]:
         """Name the block-parallel group, then build and wrap the stages; see `GPTModelBuilder`."""
         divides_blocks = self._settings.scheme in (Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
         initialize_block_parallel(pg_collection.cp.size() if divides_blocks else 1)
         return super().build_distributed_models(pg_collection, *args, **kwargs)
 
-    def _layer_spec(self, config: GPTModelConfig, vp_stage: int | None = None) -> Any:
+    def _layer_spec(self, config: GPTModelConfig, vp_stage: int | None = None, *, pipeline_rank: int) -> Any:
         """Return the stock layer or block spec with our core attention and, in the local spec, a norm that allows SP."""
         spec = self._stock_spec
         if spec is None:
@@ -69,5 +74,7 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
             takes_stage = "vp_stage" in inspect.signature(spec).parameters
             spec = spec(config, vp_stage=vp_stage) if takes_stage else spec(config)
         if config.transformer.sequence_parallel:
+            # As a block spec, since only that names the final norm.
+            spec = megatron_compat.block_submodules(config.transformer, spec, vp_stage, pipeline_rank)
             spec = with_sequence_parallel_norm(spec)
         return with_core_attention(spec, functools.partial(CSBPCoreAttention, settings=self._settings))

@@ -77,7 +77,8 @@ def _traffic_line(args: Namespace, plan: AttentionPlan) -> str:
     heads = max(1, groups // args.tensor_model_parallel_size)
     itemsize = torch.empty(0, dtype=args.params_dtype).element_size()
     per_stream = {
-        stream: plan.remote_bytes(stream, heads, args.kv_channels, itemsize, args.micro_batch_size) for stream in Stream
+        stream: plan.remote_bytes(stream, heads, args.kv_channels, itemsize, args.micro_batch_size)
+        for stream in Stream
     }
     total = 3 * sum(per_stream.values())
     return (

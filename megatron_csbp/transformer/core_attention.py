@@ -82,7 +82,9 @@ class CSBPCoreAttention(MegatronModule):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if attention_type != "self" or dropout:
-            raise ValueError(f"block-diffusion attention does self attention without dropout, not {attention_type}, {dropout}.")
+            raise ValueError(
+                f"block-diffusion attention does self attention without dropout, not {attention_type}, {dropout}."
+            )
         if pg_collection is None:
             raise ValueError("CSBPCoreAttention needs pg_collection with the context group `cp`.")
         self.layer_number = max(1, layer_number)
@@ -127,7 +129,11 @@ class CSBPCoreAttention(MegatronModule):
         Raises:
             ValueError: a mask, a bias or packed sequences are given, or the rows are not those of the layout.
         """
-        for name, value in (("mask", attention_mask), ("bias", attention_bias), ("packed sequences", packed_seq_params)):
+        for name, value in (
+            ("mask", attention_mask),
+            ("bias", attention_bias),
+            ("packed sequences", packed_seq_params),
+        ):
             if value is not None:
                 raise ValueError(f"block-diffusion attention takes no attention {name}; its plan says who sees whom.")
         if query_SBND.shape[0] != self.plan.layout.num_rows:
