@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a block-diffusion run may not ask for: one function a rule, one test a rule. Imports nothing of Megatron.
 
-Every rule raises a ValueError on every rank before any collective, naming the flag, its value, the rule and a value that works.
+Every rule raises a ValueError on every rank before any collective, naming the flag, its value, the rule and a value
+that works.
 """
 
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from megatron_csbp.transformer.layout import length_error, required_multiple, resolve_scheme
+from megatron_csbp.unsupported_features import UNSUPPORTED
 
 _OWN_FLAGS = (
     "--mask-token-id",
@@ -56,14 +56,14 @@ def check_no_flag_without_block_size(args: Namespace, given: frozenset[str]) -> 
     """Block-diffusion flags mean nothing unless `--diffusion-block-size` turns block diffusion on."""
     if args.block_parallel_size != 1:
         raise ValueError(
-            f"--block-parallel-size {args.block_parallel_size} needs --diffusion-block-size, since only diffusion blocks can "
-            "be divided; for example --diffusion-block-size 32 --mask-token-id 100."
+            f"--block-parallel-size {args.block_parallel_size} needs --diffusion-block-size, since only diffusion "
+            "blocks can be divided; for example --diffusion-block-size 32 --mask-token-id 100."
         )
     strays = [flag for flag in _OWN_FLAGS if flag in given]
     if strays:
         raise ValueError(
-            f"{', '.join(strays)} given without --diffusion-block-size, which turns block-diffusion training on; add for "
-            "example --diffusion-block-size 32, or drop the flag for plain Megatron."
+            f"{', '.join(strays)} given without --diffusion-block-size, which turns block-diffusion training on; add "
+            "for example --diffusion-block-size 32, or drop the flag for plain Megatron."
         )
 
 
@@ -107,8 +107,8 @@ def check_sequence_parallel_rows(args: Namespace) -> None:
         multiple = group_size * args.tensor_model_parallel_size * args.diffusion_block_size * 2
         raise ValueError(
             f"--sequence-parallel splits the {rows} rows that a rank holds of --seq-length {args.seq_length} over "
-            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}, which does not divide them; a multiple of "
-            f"{multiple} works, for example --seq-length {-(-args.seq_length // multiple) * multiple}."
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}, which does not divide them; a multiple "
+            f"of {multiple} works, for example --seq-length {-(-args.seq_length // multiple) * multiple}."
         )
 
 
@@ -116,8 +116,8 @@ def check_mask_token(args: Namespace) -> None:
     """The mask id is given; whether it fits the vocabulary is checked once the tokenizer is there."""
     if args.mask_token_id is None:
         raise ValueError(
-            "--mask-token-id is not given: which token id stands for a corrupted token? Use an id that the tokenizer never "
-            "produces, for example 100 for Nemotron or 151669 for Qwen3."
+            "--mask-token-id is not given: which token id stands for a corrupted token? Use an id that the tokenizer "
+            "never produces, for example 100 for Nemotron or 151669 for Qwen3."
         )
     if args.mask_token_id < 0:
         raise ValueError(f"--mask-token-id {args.mask_token_id} must be at least 0; for example 100.")
@@ -132,8 +132,8 @@ def check_loss_weights(args: Namespace) -> None:
         raise ValueError(f"--ar-loss-weight {autoregressive} must be at least 0; for example 1.0.")
     if args.diffusion_objective == "block-diffusion" and autoregressive:
         raise ValueError(
-            f"--ar-loss-weight {autoregressive} with --diffusion-objective block-diffusion, which has no autoregressive "
-            "term; use --diffusion-objective nemotron or --ar-loss-weight 0."
+            f"--ar-loss-weight {autoregressive} with --diffusion-objective block-diffusion, which has no "
+            "autoregressive term; use --diffusion-objective nemotron or --ar-loss-weight 0."
         )
 
 
@@ -142,8 +142,9 @@ def check_clean_attention(args: Namespace) -> None:
     weight = args.ar_loss_weight if args.ar_loss_weight is not None else 1.0
     if args.diffusion_objective == "nemotron" and args.clean_attention == "block-causal" and weight > 0:
         raise ValueError(
-            f"--clean-attention block-causal with --ar-loss-weight {weight}: a clean token would see the next token, which "
-            "the autoregressive loss asks it to predict; use --clean-attention token-causal or --ar-loss-weight 0."
+            f"--clean-attention block-causal with --ar-loss-weight {weight}: a clean token would see the next token, "
+            "which the autoregressive loss asks it to predict; use --clean-attention token-causal or --ar-loss-weight "
+            "0."
         )
 
 
@@ -153,17 +154,17 @@ def check_noise(args: Namespace) -> None:
         raise ValueError(f"--noise-eps {args.noise_eps} must lie between 0 and 1, both excluded; for example 0.001.")
     if args.diffusion_objective == "nemotron" and args.noise_schedule != "log-linear":
         raise ValueError(
-            f"--noise-schedule {args.noise_schedule} with --diffusion-objective nemotron, which is defined for log-linear "
-            "only; use --noise-schedule log-linear or --diffusion-objective block-diffusion."
+            f"--noise-schedule {args.noise_schedule} with --diffusion-objective nemotron, which is defined for "
+            "log-linear only; use --noise-schedule log-linear or --diffusion-objective block-diffusion."
         )
 
 
 def check_dropout(args: Namespace, given: frozenset[str]) -> None:
-    """Attention dropout is not supported. Megatron's default of 0.1 is turned off; a value that was given is refused."""
+    """Attention dropout is not supported: Megatron's default of 0.1 is turned off, a value that was given refused."""
     if "--attention-dropout" in given and args.attention_dropout:
         raise ValueError(
-            f"--attention-dropout {args.attention_dropout} is not supported: tiles of one row run in different kernels and "
-            "on different ranks, which cannot share a dropout mask; use --attention-dropout 0."
+            f"--attention-dropout {args.attention_dropout} is not supported: tiles of one row run in different "
+            "kernels and on different ranks, which cannot share a dropout mask; use --attention-dropout 0."
         )
 
 
@@ -171,96 +172,20 @@ def check_position_embedding(args: Namespace) -> None:
     """Position embeddings that can be given the true positions of both copies."""
     if args.position_embedding_type not in ("rope", "yarn", "learned_absolute", "none"):
         raise ValueError(
-            f"--position-embedding-type {args.position_embedding_type} is not supported with block diffusion; use rope, "
-            "yarn, learned_absolute or none."
+            f"--position-embedding-type {args.position_embedding_type} is not supported with block diffusion; use "
+            "rope, yarn, learned_absolute or none."
         )
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    """A Megatron feature that a block-diffusion run refuses by name.
-
-    Attributes:
-        name: attribute of the argument namespace (absent in another Megatron version: nothing to refuse).
-        flag: how the user spells it.
-        asked: whether a value asks for the feature.
-        reason: why it is refused.
-        instead: what works.
-    """
-
-    name: str
-    flag: str
-    asked: Callable[[object], bool]
-    reason: str
-    instead: str
-
-
-def _is_not(*allowed: object) -> Callable[[object], bool]:
-    return lambda value: value not in allowed
-
-
-UNSUPPORTED = (
-    Unsupported("mtp_num_layers", "--mtp-num-layers", bool, "multi-token prediction shifts a causal zigzag sequence, not "
-                "two copies", "drop the flag"),
-    Unsupported("multi_latent_attention", "--multi-latent-attention", bool, "its keys have no tiles here", "use "
-                "--group-query-attention"),
-    Unsupported("fp8_dot_product_attention", "--fp8-dot-product-attention", bool, "FP8 tiles cannot be merged exactly",
-                "drop the flag (FP8 linear layers are not affected)"),
-    Unsupported("fp8_multi_head_attention", "--fp8-multi-head-attention", bool, "FP8 tiles cannot be merged exactly",
-                "drop the flag (FP8 linear layers are not affected)"),
-    Unsupported("cuda_graph_impl", "--cuda-graph-impl", _is_not("none", None), "the exchange runs outside a graph",
-                "use --cuda-graph-impl none"),
-    Unsupported("enable_cuda_graph", "--enable-cuda-graph", bool, "the exchange runs outside a graph", "drop the flag"),
-    Unsupported("external_cuda_graph", "--external-cuda-graph", bool, "the exchange runs outside a graph", "drop the flag"),
-    Unsupported("sft", "--sft", bool, "stock packed SFT has no diffusion blocks within documents", "pretrain on --data-path"),
-    Unsupported("fim_data", "--fim-data", bool, "fill-in-the-middle reorders the tokens of a sample", "drop the flag"),
-    Unsupported("window_size", "--window-size", _is_not(None), "sliding-window attention has no tiles here", "drop the flag"),
-    Unsupported("softmax_type", "--softmax-type", _is_not("vanilla", None), "attention sinks would be counted once a tile",
-                "use --softmax-type vanilla"),
-    Unsupported("qk_clip", "--qk-clip", bool, "no tile knows the largest logit of a row", "drop the flag"),
-    Unsupported("log_max_attention_logit", "--log-max-attention-logit", bool, "no tile knows the largest logit of a row",
-                "drop the flag"),
-    Unsupported("apply_query_key_layer_scaling", "--apply-query-key-layer-scaling", bool, "the scale is the same in every "
-                "layer", "drop the flag"),
-    Unsupported("experimental_attention_variant", "--experimental-attention-variant", _is_not(None), "its layers do not "
-                "know two copies", "drop the flag"),
-    Unsupported("linear_attention_freq", "--linear-attention-freq", _is_not(None), "linear attention does not know two "
-                "copies", "drop the flag"),
-    Unsupported("hybrid_layer_pattern", "--hybrid-layer-pattern", _is_not(None), "Mamba layers do not know two copies",
-                "drop the flag"),
-    Unsupported("heterogeneous_layers_config_path", "--heterogeneous-layers-config-path", _is_not(None), "heterogeneous "
-                "layer specs are not rewritten", "drop the flag"),
-    Unsupported("heterogeneous_layers_config_encoded_json", "--heterogeneous-layers-config-encoded-json",
-                lambda value: value not in (None, ""), "heterogeneous layer specs are not rewritten", "drop the flag"),
-    Unsupported("hybrid_context_parallel", "--hybrid-context-parallel", bool, "its groups change between micro-batches",
-                "drop the flag"),
-    Unsupported("hierarchical_context_parallel_sizes", "--hierarchical-context-parallel-sizes", _is_not(None), "there is "
-                "one exchange over the whole context group", "drop the flag"),
-    Unsupported("dataloader_inter_document_masking", "--dataloader-inter-document-masking", bool, "document masks are not "
-                "in the attention plan", "drop the flag"),
-    Unsupported("reset_attention_mask", "--reset-attention-mask", bool, "document masks are not in the attention plan",
-                "drop the flag"),
-    Unsupported("reset_position_ids", "--reset-position-ids", bool, "positions come from the sequence layout",
-                "drop the flag"),
-    Unsupported("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", bool, "its schedule plan "
-                "computes the loss of every row", "drop the flag"),
-    Unsupported("use_megatron_fsdp", "--use-megatron-fsdp", bool, "not tested", "use --use-distributed-optimizer"),
-    Unsupported("use_torch_fsdp2", "--use-torch-fsdp2", bool, "not tested", "use --use-distributed-optimizer"),
-    Unsupported("perform_rl_step", "--perform-rl-step", bool, "there is no sampler", "drop the flag"),
-    Unsupported("logits_load_dir", "--logits-load-dir", _is_not(None), "cached logits have no corrupted rows", "drop the flag"),
-    Unsupported("attention_backend", "--attention-backend", lambda value: getattr(value, "name", value) == "local",
-                "it puts Megatron's own causal attention into every layer", "use --attention-backend auto"),
-)  # fmt: skip
 
 
 def check_unsupported(args: Namespace) -> None:
     """Refuse by name what would be dropped or computed wrongly."""
     for feature in UNSUPPORTED:
         value = getattr(args, feature.name, None)
-        if feature.asked(value):
+        if not feature.is_off(value):
             shown = "" if value is True else f" {getattr(value, 'name', value)}"
             raise ValueError(
-                f"{feature.flag}{shown} is not supported with --diffusion-block-size: {feature.reason}; {feature.instead}."
+                f"{feature.flag}{shown} is not supported with --diffusion-block-size: {feature.reason}; "
+                f"{feature.instead}."
             )
 
 

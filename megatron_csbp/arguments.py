@@ -44,8 +44,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--bp-size",
         type=int,
         default=1,
-        help="Ranks that share the diffusion blocks of a sequence. They are the ranks of --context-parallel-size: equal "
-        "sizes give CSBP, this one alone pure block parallelism (clean copy on every rank).",
+        help="Ranks that share the diffusion blocks of a sequence. They are the ranks of --context-parallel-size: "
+        "equal sizes give CSBP, this one alone pure block parallelism (clean copy on every rank).",
     )
     group.add_argument(
         "--diffusion-block-size",
@@ -70,8 +70,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--clean-attention",
         choices=[str(choice) for choice in CleanAttention],
         default=None,
-        help="What a clean token sees: earlier clean tokens, or its whole block and earlier blocks. Default: block-causal "
-        "for block-diffusion, token-causal for nemotron.",
+        help="What a clean token sees: earlier clean tokens, or its whole block and earlier blocks. Default: "
+        "block-causal for block-diffusion, token-causal for nemotron.",
     )
     group.add_argument(
         "--diffusion-loss-weight",

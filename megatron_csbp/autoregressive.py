@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plain autoregressive run of `megatron_csbp.pretrain_gpt` without block-diffusion flags.
 
-The wheel of megatron-core has no `pretrain_gpt.py`. This does what that script does on its main path, with Megatron's own batch,
-dataset and loss arithmetic; what only the script has (packed SFT, fill-in-the-middle, distillation, hybrid CP) is refused by name,
-and `megatron_csbp.launch` runs the script itself.
+The wheel of megatron-core has no `pretrain_gpt.py`. This does what that script does on its main path, with Megatron's
+own batch, dataset and loss arithmetic; what only the script has (packed SFT, fill-in-the-middle, distillation, hybrid
+CP) is refused by name, and `megatron_csbp.launch` runs the script itself.
 """
 
 from argparse import Namespace
@@ -20,8 +20,16 @@ from torch import Tensor
 from megatron_csbp import megatron_compat
 from megatron_csbp.data.datasets import dataset_config
 
-_ONLY_IN_STOCK_SCRIPT = ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking", "mtp_num_layers",
-                         "logits_load_dir", "perform_rl_step", "overlap_moe_expert_parallel_comm")  # fmt: skip
+_ONLY_IN_STOCK_SCRIPT = (
+    "sft",
+    "fim_data",
+    "hybrid_context_parallel",
+    "dataloader_inter_document_masking",
+    "mtp_num_layers",
+    "logits_load_dir",
+    "perform_rl_step",
+    "overlap_moe_expert_parallel_comm",
+)
 
 
 def check_supported(args: Namespace) -> None:
@@ -33,8 +41,8 @@ def check_supported(args: Namespace) -> None:
     for name in _ONLY_IN_STOCK_SCRIPT:
         if getattr(args, name, None):
             raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} is handled by Megatron-LM's pretrain_gpt.py only; run it with "
-                "python -m megatron_csbp.launch path/to/Megatron-LM/pretrain_gpt.py and the same flags."
+                f"--{name.replace('_', '-')} {getattr(args, name)} is handled by Megatron-LM's pretrain_gpt.py only; "
+                "run it with python -m megatron_csbp.launch path/to/Megatron-LM/pretrain_gpt.py and the same flags."
             )
 
 
@@ -72,13 +80,14 @@ def forward_step(
     return output, partial(loss, batch["loss_mask"])
 
 
-def loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss(loss_mask: Tensor | None, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the sum of the masked token losses, the number of tokens, and the report.
 
     Args:
         loss_mask: 1 where a token counts, [B, S].
         losses: cross-entropy of each token, [B, S].
     """
+    assert loss_mask is not None, "the last pipeline stage has a loss mask"
     mask = loss_mask.view(-1).float()
     total = torch.sum(losses.view(-1).float() * mask)
     num_tokens = mask.sum().clone().detach().to(torch.int)

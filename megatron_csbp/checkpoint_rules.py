@@ -23,7 +23,8 @@ _FIXED = (
 def check_resume(args: Namespace) -> None:
     """Compare with the arguments in the checkpoint that `--load` resumes.
 
-    `--finetune` starts a new run from old weights, and a checkpoint of a plain autoregressive run has no block-diffusion
+    `--finetune` starts a new run from old weights, and a checkpoint of a plain autoregressive run has no
+    block-diffusion
     arguments: both may differ.
 
     Raises:
@@ -41,8 +42,8 @@ def check_resume(args: Namespace) -> None:
             flag = "--seq-length" if name == "clean_seq_length" else f"--{name.replace('_', '-')}"
             raise ValueError(
                 f"{flag} {now} differs from {before} in the checkpoint that --load {args.load} resumes (iteration "
-                f"{iteration}): a run keeps its noise and its loss. Use {flag} {before}, or --finetune to start a new run from "
-                "these weights."
+                f"{iteration}): a run keeps its noise and its loss. Use {flag} {before}, or --finetune to start a new "
+                "run from these weights."
             )
 
 

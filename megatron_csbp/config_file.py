@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--yaml-cfg`: flags from a YAML file. The command line wins over the file.
 
-Keys are flag names, with or without dashes (`context-parallel-size` or `context_parallel_size`). Sections are allowed and only group
-(`model_parallel:` and `language_model:` as in Megatron's own YAML files). An unknown key is an error: nothing is dropped.
+Keys are flag names, with or without dashes (`context-parallel-size` or `context_parallel_size`). Sections are allowed
+and only group (`model_parallel:` and `language_model:` as in Megatron's own YAML files). An unknown key is an error:
+nothing is dropped.
 """
 
 import argparse
@@ -47,7 +48,8 @@ def set_defaults_from_yaml(parser: ArgumentParser, path: Path) -> set[str]:
         The flags that the file gives, spelled as on a command line.
 
     Raises:
-        SystemExit: from `parser.error`: no such file, not YAML, an unknown key, or a value that the flag does not take.
+        SystemExit: from `parser.error`: no such file, not YAML, an unknown key, or a value that the flag does not
+            take.
     """
     try:
         document = yaml.safe_load(path.read_text())
@@ -59,7 +61,7 @@ def set_defaults_from_yaml(parser: ArgumentParser, path: Path) -> set[str]:
     by_flag = {
         flag.lstrip("-").replace("-", "_"): action for action in parser._actions for flag in action.option_strings
     }
-    given = set()
+    given: set[str] = set()
     for key, value in _flatten(document):
         for name, setting in _translate(key, value).items():
             action = by_flag.get(name) or actions.get(name)

@@ -84,7 +84,7 @@ class BlockDiffusionForwardStep:
     def _loss(
         self, batch: dict[str, Tensor], selection: LossRowSelection, losses_R: Tensor, *, evaluating: bool
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the local numerator, the local integer denominator and the reports, as (numerator, denominator) pairs."""
+        """Return the local numerator, the local integer denominator, and the reports as such pairs."""
         weighted_R = losses_R * selection.weights_R
         loss = weighted_R.sum()
         megatron_compat.check_loss(loss, self.args)

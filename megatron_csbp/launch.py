@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry: `torchrun ... -m megatron_csbp.launch path/to/Megatron-LM/pretrain_gpt.py <its arguments> --bp-size P ...`.
 
-Runs somebody's unmodified stock script. Three names that such a script imports from `megatron.training` are rebound first:
-`parse_and_validate_args` learns our flags, `gpt_config_from_args` returns our model config, and `pretrain` gets our datasets and
+Runs somebody's unmodified stock script. Three names that such a script imports from `megatron.training` are rebound
+first: `parse_and_validate_args` learns our flags, `gpt_config_from_args` returns our model config, and `pretrain` gets
+    our datasets and
 forward step. Without block-diffusion flags the last two do what they always did.
 """
 

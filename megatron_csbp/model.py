@@ -12,7 +12,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
 
 from megatron_csbp import megatron_compat
-from megatron_csbp.parallel_state_ext import initialize_block_parallel
+from megatron_csbp.parallel_state_ext import (
+    block_parallel_is_initialized,
+    destroy_block_parallel,
+    initialize_block_parallel,
+)
 from megatron_csbp.transformer.core_attention import BlockDiffusionSettings, CSBPCoreAttention
 from megatron_csbp.transformer.layer_specs import with_core_attention
 from megatron_csbp.transformer.layout import Scheme
@@ -32,9 +36,7 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
     """Builds GPT stages whose layers attend under the block-diffusion mask."""
 
     def __init__(self, model_config: BlockDiffusionModelConfig) -> None:
-        """Args:
-        model_config: config with `block_diffusion` set; its layer spec is wrapped, not changed.
-        """
+        """Take a config with `block_diffusion` set; its layer spec is wrapped, not changed."""
         super().__init__(model_config)
         assert model_config.block_diffusion is not None, "block_diffusion settings are missing"
         self._settings = model_config.block_diffusion
@@ -62,11 +64,14 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
     ) -> list[GPTModel]:
         """Name the block-parallel group, then build and wrap the stages; see `GPTModelBuilder`."""
         divides_blocks = self._settings.scheme in (Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
+        if block_parallel_is_initialized():
+            destroy_block_parallel()  # of an earlier model in this process
         initialize_block_parallel(pg_collection.cp.size() if divides_blocks else 1)
-        return super().build_distributed_models(pg_collection, *args, **kwargs)
+        models: list[GPTModel] = super().build_distributed_models(pg_collection, *args, **kwargs)
+        return models
 
     def _layer_spec(self, config: GPTModelConfig, vp_stage: int | None = None, *, pipeline_rank: int) -> Any:
-        """Return the stock layer or block spec with our core attention and, in the local spec, a norm that allows SP."""
+        """Return the stock spec with our core attention and, in the local spec, a norm that allows SP."""
         spec = self._stock_spec
         if spec is None:
             spec = default_layer_spec(config, vp_stage)

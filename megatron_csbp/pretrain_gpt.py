@@ -6,6 +6,7 @@ Runs Megatron's own `pretrain`. Without block-diffusion flags it trains the plai
 
 import sys
 import time
+from typing import Any
 
 _PROGRAM_START_TIME = time.time()
 
@@ -36,7 +37,8 @@ def main() -> None:
     pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     if is_block_diffusion(args):
         model_config = training_setup.model_config_from_args(args)
-        provider, forward_step = training_setup.datasets_provider(args), training_setup.forward_step_from_args(args)
+        provider = training_setup.datasets_provider(args)
+        forward_step: Any = training_setup.forward_step_from_args(args)
     else:
         model_config = gpt_config_from_args(args)
         provider, forward_step = autoregressive.datasets_provider, autoregressive.forward_step

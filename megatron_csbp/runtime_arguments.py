@@ -18,7 +18,7 @@ _CPU_VALUES: tuple[tuple[str, object, str], ...] = (
 
 
 def adapt_to_runtime(args: Namespace, runtime: RuntimeInfo) -> list[Change]:
-    """Change the arguments that name CUDA-only code. Without this, no launch script written for a cluster runs on a CPU.
+    """Change the arguments that name CUDA-only code, so that a cluster's launch script runs on a CPU.
 
     Args:
         args: parsed arguments; changed in place on the CPU runtime only.

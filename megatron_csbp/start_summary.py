@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rank 0 prints before training: versions, device, scheme, ownership, traffic, and every argument that was changed."""
+"""What rank 0 prints before training: versions, device, scheme, ownership, traffic, every changed argument."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -54,10 +54,10 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
     plan = AttentionPlan(layout, CleanAttention(args.clean_attention))
     kernel = select_kernel(args.csbp_attention_backend, torch.device(runtime.device))
     lines = [
-        f"  scheme: {layout.scheme} over {layout.group_size} rank(s); tensor {args.tensor_model_parallel_size} x pipeline "
-        f"{args.pipeline_model_parallel_size} x data {args.data_parallel_size}",
-        f"  objective: {args.diffusion_objective}, clean attention {args.clean_attention}, noise {args.noise_schedule} eps "
-        f"{args.noise_eps}, mask token {args.mask_token_id}",
+        f"  scheme: {layout.scheme} over {layout.group_size} rank(s); tensor {args.tensor_model_parallel_size} x "
+        f"pipeline {args.pipeline_model_parallel_size} x data {args.data_parallel_size}",
+        f"  objective: {args.diffusion_objective}, clean attention {args.clean_attention}, noise "
+        f"{args.noise_schedule} eps {args.noise_eps}, mask token {args.mask_token_id}",
         f"  sequence: {layout.sequence_length} clean tokens, {layout.num_blocks} blocks of {layout.block_size}, "
         f"{layout.num_chunks} chunks of {layout.chunk_length}; {layout.num_rows} rows per rank",
         f"  attention backend: {kernel.name} (--csbp-attention-backend {args.csbp_attention_backend})",
@@ -82,8 +82,9 @@ def _traffic_line(args: Namespace, plan: AttentionPlan) -> str:
     }
     total = 3 * sum(per_stream.values())
     return (
-        f"  attention traffic per layer, rank and micro-batch: {total / 2**20:.2f} MiB from other ranks (keys and values in "
-        f"forward and again in backward, their gradients once; corrupted copy: {3 * per_stream[Stream.CORRUPTED]} bytes)"
+        f"  attention traffic per layer, rank and micro-batch: {total / 2**20:.2f} MiB from other ranks (keys and "
+        "values in forward and again in backward, their gradients once; corrupted copy: "
+        f"{3 * per_stream[Stream.CORRUPTED]} bytes)"
     )
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross-entropy of the rows that carry loss, and of no other row.
 
-Shapes: S local rows, B micro-batch, H hidden size, R rows with loss of all sequences of a micro-batch, V vocabulary on this
+Shapes: S local rows, B micro-batch, H hidden size, R rows with loss of all sequences of a micro-batch, V vocabulary on
+    this
 tensor-parallel rank.
 """
 
@@ -32,7 +33,7 @@ class LossRowSelection:
 
 
 def select_loss_rows(targets_BS: Tensor, weights_BS: Tensor, is_corrupted_S: Tensor) -> LossRowSelection:
-    """Select the rows with a weight. A micro-batch without any yields one row of weight 0, so every rank runs every layer.
+    """Select the rows with a weight; without any, one row of weight 0, so that every rank runs every layer.
 
     Args:
         targets_BS: token to predict at each row, int64.
@@ -81,17 +82,16 @@ class RowLosses:
             logits_R1V, _ = output_layer(rows_R1H, weight=output_weight)
         logits_R1V = scale_logits(logits_R1V)
         if self.excluded_token_id is not None:
-            logits_R1V = self._without_excluded_token(logits_R1V, context, config)
+            logits_R1V = self._without_token(self.excluded_token_id, logits_R1V, context)
         losses_1R: Tensor = compute_language_model_loss(context.targets_R.unsqueeze(0), logits_R1V)
         return losses_1R.view(-1).float()
 
-    def _without_excluded_token(self, logits_R1V: Tensor, context: LossRowSelection, config: Any) -> Tensor:
-        """Set the mask id's logit of corrupted rows to -inf, save where the data itself has that token as the target."""
+    def _without_token(self, token_id: int, logits_R1V: Tensor, selection: LossRowSelection) -> Tensor:
+        """Set the mask id's logit of corrupted rows to -inf, save where the data has that token as the target."""
         vocab = logits_R1V.shape[-1]
-        column = self.excluded_token_id - megatron_compat.first_vocabulary_id(vocab, self.padded_vocab_size)
+        column = token_id - megatron_compat.first_vocabulary_id(vocab, self.padded_vocab_size)
         if not 0 <= column < vocab:
             return logits_R1V
-        hidden_R = context.corrupted_R & (context.targets_R != self.excluded_token_id)
-        drop_RV = torch.zeros(1, 1, vocab, dtype=torch.bool, device=logits_R1V.device)
-        drop_RV[..., column] = True
-        return logits_R1V.masked_fill(hidden_R.view(-1, 1, 1) & drop_RV, -torch.inf)
+        excludes_R = selection.corrupted_R & (selection.targets_R != token_id)
+        is_token_V = torch.arange(vocab, device=logits_R1V.device) == column
+        return logits_R1V.masked_fill(excludes_R.view(-1, 1, 1) & is_token_V, -torch.inf)

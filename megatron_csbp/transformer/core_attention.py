@@ -57,8 +57,8 @@ class BlockDiffusionSettings:
 class CSBPCoreAttention(MegatronModule):
     """Block-diffusion attention over the context group, as a drop-in for Megatron's core attention.
 
-    Has no parameters and no state, so checkpoints keep the keys of stock Megatron. The constructor and `forward` follow
-    `megatron.core.transformer.dot_product_attention.DotProductAttention`, plus `settings`.
+    Has no parameters and no state, so checkpoints keep the keys of stock Megatron. The constructor and `forward`
+    follow `megatron.core.transformer.dot_product_attention.DotProductAttention`, plus `settings`.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class CSBPCoreAttention(MegatronModule):
                 raise ValueError(f"block-diffusion attention takes no attention {name}; its plan says who sees whom.")
         if query_SBND.shape[0] != self.plan.layout.num_rows:
             raise ValueError(
-                f"block-diffusion attention got {query_SBND.shape[0]} rows; --seq-length and --diffusion-block-size give this "
-                f"rank {self.plan.layout.num_rows}."
+                f"block-diffusion attention got {query_SBND.shape[0]} rows; --seq-length and --diffusion-block-size "
+                f"give this rank {self.plan.layout.num_rows}."
             )
         context = AttentionContext(
             plan=self.plan,

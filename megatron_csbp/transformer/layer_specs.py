@@ -11,8 +11,10 @@ def with_core_attention(spec: Any, core_attention: Callable[..., Any]) -> Any:
     """Return a deep copy of a layer or block spec in which every self attention has this core attention.
 
     Args:
-        spec: a Megatron `ModuleSpec` of a layer, or `TransformerBlockSubmodules` (dense, MoE, local, Transformer Engine).
-        core_attention: builds the module, with the keyword arguments that `megatron.core.transformer.attention` passes.
+        spec: a Megatron `ModuleSpec` of a layer, or `TransformerBlockSubmodules` (dense, MoE, local, Transformer
+            Engine).
+        core_attention: builds the module, with the keyword arguments that `megatron.core.transformer.attention`
+            passes.
 
     Raises:
         ValueError: the spec has no core attention, so nothing would attend under the block-diffusion mask.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary embeddings by true position: both copies of position i are rotated by i.
 
-Megatron's RoPE and YaRN ignore position ids and slice their table for a zigzag of one copy. Here the whole table of L positions is
-built by Megatron's own `get_emb` and indexed by the rows of the layout.
+Megatron's RoPE and YaRN ignore position ids and slice their table for a zigzag of one copy. Here the whole table of L
+positions is built by Megatron's own `get_emb` and indexed by the rows of the layout.
 """
 
 from typing import Any
@@ -16,10 +16,12 @@ from megatron_csbp.transformer.layout import SequenceLayout
 class LayoutRotaryEmbedding(nn.Module):
     """Stands in for a model's `rotary_pos_emb` (RoPE, YaRN, partial or interleaved; fused or not)."""
 
-    def __init__(self, rotary: nn.Module, layout: SequenceLayout) -> None:
-        """Args:
-        rotary: Megatron's rotary embedding, with `get_emb`.
-        layout: the rows of this rank.
+    def __init__(self, rotary: Any, layout: SequenceLayout) -> None:
+        """Wrap a rotary embedding.
+
+        Args:
+            rotary: Megatron's rotary embedding, with `get_emb`.
+            layout: the rows of this rank.
         """
         super().__init__()
         self.rotary = rotary
