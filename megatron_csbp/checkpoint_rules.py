@@ -30,10 +30,7 @@ def check_resume(args: Namespace) -> None:
     Raises:
         ValueError: block size, mask id, objective, schedule or another argument of `_FIXED` differs.
     """
-    if args.load is None or args.finetune:
-        return
-    iteration = args.ckpt_step if args.ckpt_step is not None else latest_iteration(Path(args.load))
-    saved = None if iteration is None else megatron_compat.load_checkpoint_arguments(Path(args.load), iteration)
+    saved = None if args.finetune else _saved_arguments(args)
     if saved is None or getattr(saved, "diffusion_block_size", None) is None:
         return
     for name in _FIXED:
@@ -41,10 +38,24 @@ def check_resume(args: Namespace) -> None:
         if before != now:
             flag = "--seq-length" if name == "clean_seq_length" else f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"{flag} {now} differs from {before} in the checkpoint that --load {args.load} resumes (iteration "
-                f"{iteration}): a run keeps its noise and its loss. Use {flag} {before}, or --finetune to start a new "
-                "run from these weights."
+                f"{flag} {now} differs from {before} in the checkpoint that --load {args.load} resumes: a run keeps "
+                f"its noise and its loss. Use {flag} {before}, or --finetune to start a new run from these weights."
             )
+
+
+def use_checkpoint_length(args: Namespace) -> None:
+    """Take L, not the row count, where `--use-checkpoint-args` supplies `--seq-length` from a block-diffusion run."""
+    saved = _saved_arguments(args)
+    if saved is not None and getattr(saved, "clean_seq_length", None) is not None:
+        args.seq_length = saved.clean_seq_length
+
+
+def _saved_arguments(args: Namespace) -> Namespace | None:
+    """Return the arguments in the checkpoint that `--load` names; None if there is no such checkpoint."""
+    if args.load is None:
+        return None
+    iteration = args.ckpt_step if args.ckpt_step is not None else latest_iteration(Path(args.load))
+    return None if iteration is None else megatron_compat.load_checkpoint_arguments(Path(args.load), iteration)
 
 
 def latest_iteration(folder: Path) -> int | None:

@@ -148,7 +148,7 @@ def parse_and_validate_arguments(
     before_validation: Callable[[Namespace], None],
     after_validation: Callable[[Namespace], None],
 ) -> Namespace:
-    """Parses the command line as Megatron's ``parse_and_validate_args`` does, with a hook on each side of its validation.
+    """Parses the command line as Megatron's ``parse_and_validate_args`` does, with hooks around its validation.
 
     Args:
         extra_args_provider: Adds flags to Megatron's parser.

@@ -69,6 +69,8 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
     if layout.group_size > _MAX_RANKS_SHOWN:
         lines.append(f"    ... and so on ({layout.assignment})")
     lines.append(_traffic_line(args, plan))
+    if args.hidden_dropout:
+        lines.append(f"  note: with --hidden-dropout {args.hidden_dropout} losses differ between topologies")
     return lines
 
 

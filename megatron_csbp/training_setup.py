@@ -16,7 +16,7 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron_csbp import arguments, megatron_compat
 from megatron_csbp.argument_rules import check_vocabulary
 from megatron_csbp.arguments import Change
-from megatron_csbp.checkpoint_rules import check_resume
+from megatron_csbp.checkpoint_rules import check_resume, use_checkpoint_length
 from megatron_csbp.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.data.datasets import build_train_valid_test_datasets
@@ -59,6 +59,8 @@ def parse_and_validate_args(
         return parser
 
     def before(args: Namespace) -> None:
+        if args.use_checkpoint_args and "--seq-length" not in given:
+            use_checkpoint_length(args)
         changes.extend(adapt_to_runtime(args, runtime))
         changes.extend(arguments.prepare_before_validation(args, frozenset(given)))
 
