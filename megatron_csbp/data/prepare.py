@@ -18,7 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--json-key", default="text", help="key of the text in JSONL files (default: text)")
     add("--append-eod", action="store_true", help="end each document with the tokenizer's end-of-document token")
     add("--eod-token", help="that token, where the tokenizer does not name one")
-    add("--skip-undecodable", action="store_true", help="leave out files that are not UTF-8 text")
+    add("--skip-undecodable", action="store_true", help="leave out files and JSONL lines that are not UTF-8")
     add("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
     return parser
 
@@ -238,7 +238,8 @@ def _complete_output(prefix: str) -> Iterator[str]:
         raise ValueError(f"--output-prefix {prefix} cannot be written: {error}. Choose a writable place.") from error
     finally:
         for suffix in suffixes:
-            Path(temporary + suffix).unlink(missing_ok=True)
+            with suppress(OSError):
+                Path(temporary + suffix).unlink()
 
 
 def _remove_stale_index_cache(prefix: str) -> int:

@@ -42,30 +42,41 @@ def read_documents(path: Path, json_key: str, skip_undecodable: bool = False) ->
     Args:
         path: the file.
         json_key: key of the text in each JSON object.
-        skip_undecodable: yield nothing for a file that is not UTF-8 text, instead of an error.
+        skip_undecodable: leave out documents that are not UTF-8 text, instead of an error.
 
     Yields:
         Texts, one line of a JSONL file read at a time.
 
     Raises:
-        ValueError: the file cannot be read, is not UTF-8, or a line is not a JSON object with that text.
+        ValueError: the file cannot be read, a document is not UTF-8, or a line is not a JSON object with that text.
     """
     try:
-        if path.suffix not in JSON_LINES_SUFFIXES:
-            yield path.read_text(encoding="utf-8")
-            return
-        with path.open(encoding="utf-8") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield _text_of(line, json_key, f"{path}, line {number}")
-    except UnicodeDecodeError as error:
-        if not skip_undecodable:
-            raise ValueError(
-                f"--input file {path} is not UTF-8 text (byte {error.start}). Convert it, choose files with --glob, "
-                "or leave such files out with --skip-undecodable."
-            ) from error
+        if path.suffix in JSON_LINES_SUFFIXES:
+            with path.open("rb") as stream:
+                for number, line in enumerate(stream, start=1):
+                    place = f"{path}, line {number},"
+                    text = _decoded(line, place, skip_undecodable)
+                    if text is not None and text.strip():
+                        yield _text_of(text, json_key, place)
+        else:
+            text = _decoded(path.read_bytes(), str(path), skip_undecodable)
+            if text is not None:
+                yield text
     except OSError as error:
         raise ValueError(f"--input file {path} cannot be read: {error.strerror or error}.") from error
+
+
+def _decoded(data: bytes, place: str, skip_undecodable: bool) -> str | None:
+    """Return bytes as text, or None where they are none and may be left out."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if skip_undecodable:
+            return None
+        raise ValueError(
+            f"--input file {place} is not UTF-8 text (byte {error.start}). Convert it, choose files with --glob, or "
+            "leave out what is not UTF-8 with --skip-undecodable."
+        ) from error
 
 
 def _text_of(line: str, json_key: str, place: str) -> str:
@@ -73,12 +84,14 @@ def _text_of(line: str, json_key: str, place: str) -> str:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"--input {place}: not JSON ({error.msg}). Each line must be one JSON object.") from error
+        raise ValueError(
+            f"--input file {place} is not JSON ({error.msg}). Each line must be one JSON object."
+        ) from error
     if not isinstance(record, dict) or not isinstance(record.get(json_key), str):
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise ValueError(
-            f"--json-key {json_key}: --input {place} has no text under that key (it has: {keys}). Name the key that "
-            "holds the text."
+            f"--json-key {json_key}: --input file {place} has no text under that key (it has: {keys}). Name the key "
+            "that holds the text."
         )
     text: str = record[json_key]
     return text

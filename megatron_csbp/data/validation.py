@@ -154,12 +154,9 @@ def _check_samples(files: IndexedFiles, flag: str, split: Split, tokens: int, bl
     draws_one_epoch = (len(prefixes) > 1 and weights is None) or (split is Split.valid and args.full_validation)
     needed = args.clean_seq_length + 1 if draws_one_epoch else 2
     if tokens < needed:
+        sample = f"one sample of --seq-length {args.clean_seq_length} and the token after it"
+        fix = "a shorter --seq-length, more data, or blend weights, with which small datasets are repeated"
         raise ValueError(
             f"{flag} {files.prefix}: its {split.name} split has {tokens} tokens, and needs at least {needed}"
-            + (
-                f" (one sample of --seq-length {args.clean_seq_length} and the token after it)"
-                if draws_one_epoch
-                else ""
-            )
-            + ". Use a shorter --seq-length, more data, or blend weights, with which small datasets are repeated."
+            + (f" ({sample}). Use {fix}." if draws_one_epoch else " to be repeated. Use more data.")
         )
