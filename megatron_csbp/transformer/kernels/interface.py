@@ -36,7 +36,7 @@ class AttentionKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query [G, T, N, D], key and value [G, U, K, D].
+        """Return the gradients of query [G, T, N, D], key and value [G, U, K, D], in the input dtype or a wider one.
 
         `out_GTND` and `lse_GTN` are the results merged over all keys, not this tile's own: the flash backward then
         yields this tile's exact share of the gradients.

@@ -39,17 +39,15 @@ class TorchCpuKernel:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionKernel.backward`."""
+        """See `AttentionKernel.backward`.
+
+        Half-precision inputs give fp32 gradients: a key's gradient is the sum of many tiles' shares, and rounding each
+        share to bf16 would make the sum less accurate than one dense bf16 computation.
+        """
+        dtype = torch.promote_types(query_GTND.dtype, torch.float32)
+        inputs = (grad_out_GTND, query_GTND, key_GUKD, value_GUKD, out_GTND, lse_GTN)
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out_GTND.transpose(1, 2),
-            query_GTND.transpose(1, 2),
-            key_GUKD.transpose(1, 2),
-            value_GUKD.transpose(1, 2),
-            out_GTND.transpose(1, 2),
-            lse_GTN.transpose(1, 2),
-            0.0,
-            causal,
-            scale=scale,
+            *(tensor.transpose(1, 2).to(dtype) for tensor in inputs), 0.0, causal, scale=scale
         )
         grad_query_GTND, grad_key_GUKD, grad_value_GUKD = (grad.transpose(1, 2) for grad in grads)
         return grad_query_GTND, grad_key_GUKD, grad_value_GUKD
