@@ -80,6 +80,12 @@ REQUIRED_SYMBOLS: list[RequiredSymbol] = [
     RequiredSymbol("megatron.core.datasets.utils.compile_helpers", "dataset index builder from a wheel"),
     RequiredSymbol("megatron.core.datasets.helpers", "dataset index builder from a wheel"),
     RequiredSymbol(
+        "megatron.core.datasets.gpt_dataset.GPTDataset._query_document_sample_shuffle_indices", "the dual-end sampler"
+    ),
+    RequiredSymbol(
+        "megatron.training.datasets.data_samplers.RandomSeedDataset.set_epoch", "noise of each epoch", ("epoch",)
+    ),
+    RequiredSymbol(
         "megatron.core.transformer.torch_norm.WrappedTorchNorm", "sequence parallelism with the local spec"
     ),
     RequiredSymbol(
