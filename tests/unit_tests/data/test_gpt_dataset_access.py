@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contract with the inside of Megatron's datasets: what the sampler touches is there and means what it is taken for."""
+"""Contract with the inside of Megatron's datasets: what the sampler touches is there and means what it should."""
 
 from pathlib import Path
 
