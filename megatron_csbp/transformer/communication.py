@@ -109,8 +109,7 @@ class ContextGroupExchange:
             early_CBKD, late_CBKD = chunk_views(tensor_SBKD, layout, stream)
             buffer_RBKD = tensor_SBKD.new_empty(layout.num_chunks * layout.chunk_length, *tensor_SBKD.shape[1:])
             for half, chunk_CBKD in zip(buffer_RBKD.chunk(2), (late_CBKD, early_CBKD), strict=True):
-                work = dist.all_gather_into_tensor(half, chunk_CBKD.contiguous(), group=self._group, async_op=True)
-                works.append(_started(work))
+                works.append(_start_all_gather(half, chunk_CBKD.contiguous(), self._group))
             buffers_RBKD.append(buffer_RBKD)
         self.ledger.gathered_bytes[stream] += self._remote_bytes(buffers_RBKD)
         self.ledger.num_exchanges += 1
@@ -140,7 +139,7 @@ class ContextGroupExchange:
         """
         if self._has_reduce_scatter:
             chunk = half.new_empty(half.shape[0] // self._size, *half.shape[1:])
-            works.append(_started(dist.reduce_scatter_tensor(chunk, half, group=self._group, async_op=True)))
+            works.append(_start_reduce_scatter(chunk, half, self._group))
             return lambda dtype: chunk.to(dtype)
         received = torch.empty_like(half)
         works.append(_started(dist.all_to_all_single(received, half, group=self._group, async_op=True)))
@@ -158,6 +157,19 @@ def chunk_views(tensor_SBKD: Tensor, layout: SequenceLayout, stream: Stream) -> 
         tensor_SBKD.narrow(0, layout.first_row(stream, chunk), layout.chunk_length) for chunk in layout.chunks
     )
     return early, late
+
+
+# torch 2.14 renamed two collectives and warns about the names that are the only ones in torch 2.9 to 2.13.
+
+
+def _start_all_gather(out: Tensor, given: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    collective = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    return _started(collective(out, given, group=group, async_op=True))
+
+
+def _start_reduce_scatter(out: Tensor, given: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    collective = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+    return _started(collective(out, given, group=group, async_op=True))
 
 
 def _started(work: dist.Work | None) -> dist.Work:

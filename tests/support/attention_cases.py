@@ -111,7 +111,7 @@ def attend_on_group(
     case: Case,
     problem: Problem,
     kernel: AttentionKernel = TORCH_KERNEL,
-    make_exchange: Callable[[RankOfGroup], KeyValueExchange] = ContextGroupExchange,  # type: ignore[assignment]
+    make_exchange: Callable[[RankOfGroup], KeyValueExchange] = ContextGroupExchange,
 ) -> Result:
     """Run forward and backward on a simulated group (see the fixture `simulated_collectives`)."""
 

@@ -8,7 +8,7 @@ It is an unkind network: until `wait`, outputs hold NaN, and with `reads="late"`
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class _Work:
 
 @dataclass
 class SimulatedCollectives:
-    """The few functions of `torch.distributed` that the exchange calls.
+    """The few functions of `torch.distributed` that the exchange calls, by the names of torch 2.9 to 2.13.
 
     Attributes:
         backend: what `get_backend` says; the exchange has a path for nccl and one for gloo.
@@ -127,6 +127,22 @@ class SimulatedCollectives:
             return _Work(lambda: _fill(out, combine(member.group.meet(member.rank, given))))
         arrived = combine(member.group.meet(member.rank, given))
         return _Work(lambda: _fill(out, arrived))
+
+
+class RenamedCollectives(SimulatedCollectives):
+    """The same by the names of torch 2.14, which warns about the old ones."""
+
+    def all_gather_single(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> _Work:
+        return super().all_gather_into_tensor(out, given, group, async_op)
+
+    def reduce_scatter_single(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> _Work:
+        return super().reduce_scatter_tensor(out, given, group, async_op)
+
+    def all_gather_into_tensor(self, *args: object, **kwargs: object) -> NoReturn:
+        raise FutureWarning("all_gather_into_tensor is deprecated")
+
+    def reduce_scatter_tensor(self, *args: object, **kwargs: object) -> NoReturn:
+        raise FutureWarning("reduce_scatter_tensor is deprecated")
 
 
 def _fill(out: Tensor, result: Tensor) -> None:

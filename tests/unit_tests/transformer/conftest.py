@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_csbp.transformer import communication
-from tests.support.simulated_group import SimulatedCollectives
+from tests.support.simulated_group import RenamedCollectives, SimulatedCollectives
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -22,6 +22,6 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def simulated_collectives(monkeypatch: pytest.MonkeyPatch) -> SimulatedCollectives:
     """Collectives over threads in place of torch.distributed, under the real exchange."""
-    collectives = SimulatedCollectives()
+    collectives = RenamedCollectives()
     monkeypatch.setattr(communication, "dist", collectives)
     return collectives

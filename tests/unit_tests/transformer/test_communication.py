@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_csbp.transformer import communication
 from megatron_csbp.transformer.attention_plan import gather_slot
 from megatron_csbp.transformer.communication import ContextGroupExchange, TrafficLedger, chunk_views
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, Stream
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
 from tests.support.dense_oracle import whole_rows
-from tests.support.simulated_group import RankOfGroup, SimulatedCollectives, run_ranks
+from tests.support.simulated_group import RankOfGroup, RenamedCollectives, SimulatedCollectives, run_ranks
 
 BASE = Case(group_size=4, num_query_heads=4, num_key_value_heads=2, micro_batch_size=3)
 EXCHANGING = {
@@ -27,7 +28,7 @@ def train_step(case: Case, dtype: torch.dtype = torch.float64) -> list[TrafficLe
     exchanges: list[ContextGroupExchange] = []
 
     def make_exchange(member: RankOfGroup) -> ContextGroupExchange:
-        exchanges.append(ContextGroupExchange(member))  # type: ignore[arg-type]
+        exchanges.append(ContextGroupExchange(member))
         return exchanges[-1]
 
     attend_on_group(case, case.problem().to(dtype), make_exchange=make_exchange)
@@ -101,17 +102,22 @@ def chunk_filled(case: Case, member: RankOfGroup) -> Tensor:
     return rows[:, None, None, None].expand(-1, case.micro_batch_size, case.num_key_value_heads, case.head_dim)
 
 
+@pytest.mark.parametrize("names", [SimulatedCollectives, RenamedCollectives], ids=["torch-2.9", "torch-2.14"])
 @pytest.mark.parametrize("assignment", BlockAssignment)
 @pytest.mark.parametrize("stream", Stream)
 def test_a_gather_puts_every_chunk_into_its_slot(
-    stream: Stream, assignment: BlockAssignment, simulated_collectives: SimulatedCollectives
+    stream: Stream,
+    assignment: BlockAssignment,
+    names: type[SimulatedCollectives],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(communication, "dist", names())
     case = replace(BASE, assignment=assignment)
     layout = case.layout(0)
 
     def run(member: RankOfGroup) -> list[Tensor]:
         local = chunk_filled(case, member)
-        exchange = ContextGroupExchange(member)  # type: ignore[arg-type]
+        exchange = ContextGroupExchange(member)
         return exchange.start_gather([local, -local], case.layout(member.rank), stream).wait()
 
     first_row = case.sequence_length if stream is Stream.CLEAN else 0
@@ -124,17 +130,18 @@ def test_a_gather_puts_every_chunk_into_its_slot(
         assert torch.equal(value, -key)
 
 
+@pytest.mark.parametrize("names", [SimulatedCollectives, RenamedCollectives], ids=["torch-2.9", "torch-2.14"])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_a_reduce_scatter_returns_this_ranks_sums_early_chunk_first(
-    backend: str, simulated_collectives: SimulatedCollectives
+    backend: str, names: type[SimulatedCollectives], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    simulated_collectives.backend = backend
+    monkeypatch.setattr(communication, "dist", names(backend=backend))
     layout = BASE.layout(0)
 
     def run(member: RankOfGroup) -> list[Tensor]:
         slots = torch.arange(layout.num_chunks, dtype=torch.float64).repeat_interleave(layout.chunk_length)
         buffer = (slots + 100 * 10**member.rank)[:, None, None, None].repeat(1, 3, 2, 8)
-        exchange = ContextGroupExchange(member)  # type: ignore[arg-type]
+        exchange = ContextGroupExchange(member)
         pending = exchange.start_reduce_scatter([buffer], BASE.layout(member.rank), Stream.CLEAN, torch.float64)
         return pending.wait()
 
@@ -149,7 +156,7 @@ def test_gradients_cross_in_the_payload_dtype_and_are_summed_in_the_buffers(
 ) -> None:
     def run(member: RankOfGroup) -> Tensor:
         buffer = torch.full((BASE.sequence_length, 3, 2, 8), 256.0 if member.rank == 0 else 1.0)
-        exchange = ContextGroupExchange(member)  # type: ignore[arg-type]
+        exchange = ContextGroupExchange(member)
         layout = BASE.layout(member.rank)
         return exchange.start_reduce_scatter([buffer], layout, Stream.CLEAN, torch.bfloat16).wait()[0]
 

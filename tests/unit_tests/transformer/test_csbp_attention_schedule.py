@@ -106,7 +106,7 @@ def gradients_on_group(case: Case, wrap: Callable[[Attend], Attend]) -> tuple[li
     problem = case.problem()
 
     def run(member: RankOfGroup) -> tuple[list[Tensor], int]:
-        exchange = ContextGroupExchange(member)  # type: ignore[arg-type]
+        exchange = ContextGroupExchange(member)
         context = case.context(member.rank, exchange)
         rows = whole_rows(context.plan.layout)
         inputs = [tensor[rows].requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
@@ -171,7 +171,7 @@ def test_each_layer_recomputed_on_its_own_needs_three_exchanges(simulated_collec
 def test_it_does_not_matter_when_the_network_reads_and_delivers(
     scheme: Scheme, wrap: Callable[[Attend], Attend], reads: str, simulated_collectives: SimulatedCollectives
 ) -> None:
-    simulated_collectives.reads = reads  # type: ignore[assignment]
+    simulated_collectives.reads = reads
     case = Case(scheme=scheme, group_size=2)
     got, _ = gradients_on_group(case, wrap)
     simulated_collectives.reads = "late" if reads == "early" else "early"
@@ -203,7 +203,7 @@ def test_leaving_out_any_one_wait_would_show(
 
     class Impatient(PendingWork[list[Tensor]]):
         def __init__(self, works: list[object], finish: Callable[[], list[Tensor]]) -> None:
-            super().__init__(works, finish)  # type: ignore[arg-type]
+            super().__init__(works, finish)
 
         def wait(self) -> list[Tensor]:
             number = next(waits.setdefault(threading.get_ident(), count()))
