@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformer Engine's two fused attention functions on a CPU, with the signatures of a recorded version.
 
-Like the originals it reads raw pointers (a strided tensor is misread as if it were contiguous), takes its default layout for
-the layout that the caller forgot, writes fresh tensors, and keeps the log-sum-exp as fp32 [b, h, s, 1]. It knows only what
-the adapter may ask for and refuses the rest.
+Like the originals it reads raw pointers (a strided tensor is misread as if it were contiguous), takes its default
+layout where the caller forgot one, writes fresh tensors, and keeps the log-sum-exp as fp32 [b, h, s, 1]. It knows only
+what the adapter may ask for and refuses the rest.
 """
 
 import inspect
@@ -26,7 +26,7 @@ class StandIn:
 
     Attributes:
         version: recorded version whose signatures to have.
-        exact: compute and take fp64, with a log-sum-exp in fp64, to test exactness; the original takes fp16 and bf16 only.
+        exact: take fp64 too, with a log-sum-exp in fp64, to test exactness; the original takes fp16 and bf16 only.
         selects: what the selector says: (is fused attention allowed, sub-backend).
         questions: what the selector was asked.
         calls: arguments of every call, as the original binds them.
@@ -79,7 +79,7 @@ class StandIn:
         statistics = torch.float64 if self.exact else torch.float32
         assert lse.dtype is statistics, lse.dtype
         assert lse.shape == (problem.batch, given["q"].shape[2], problem.rows, 1), lse.shape
-        assert rng_state.dtype is torch.int64 and rng_state.shape == (2,), rng_state
+        assert (rng_state.dtype, *rng_state.shape) == (torch.int64, 2), rng_state
         if "dqkv_dtype" in given:
             assert given["dqkv_dtype"] == self.symbols().dtypes[given["q"].dtype], "gradients in the dtype of d_o"
         grad_out = problem.read(given["d_o"], given.get("do_format", problem.layout))
@@ -105,7 +105,7 @@ class StandIn:
             assert lengths.dtype is torch.int32
             assert lengths.tolist() == [i * length for i in range(problem.batch + 1)]
         assert int(given["fused_attention_backend"]) == ARBITRARY_LENGTH
-        assert given["dropout"] == 0.0 and given["attn_bias_type"] == "no_bias"
+        assert (given["dropout"], given["attn_bias_type"]) == (0.0, "no_bias")
         assert given["window_size"] == ((-1, 0) if problem.causal else (-1, -1))
         return problem
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformer Engine's fused attention functions in whatever version is installed, 2.9 to 2.20.
 
-These functions are the ones that Transformer Engine's own context parallelism calls. They are not public API: parameters came
-and went at 2.10, 2.12 and 2.15. Their signatures are inspected once, and all arguments are passed by name. Nothing
-else in this package touches them.
+These functions are the ones that Transformer Engine's own context parallelism calls. They are not public API:
+parameters came and went at 2.10, 2.12 and 2.15. Their signatures are inspected once, and all arguments are passed by
+name. Nothing else in this package touches them.
 
-Shapes: G independent problems of one tile (the batch of Transformer Engine), T rows, U keys, N query heads, K key/value
+Shapes: G independent problems of one tile (Transformer Engine's batch), T rows, U keys, N query heads, K key/value
 heads, D head dim. Tensors are contiguous in `tensor_format`: "bshd" is [G, T, N, D], "sbhd" is [T, G, N, D].
 """
 
@@ -68,8 +68,9 @@ def import_symbols() -> Symbols:
         )
     except (ImportError, AttributeError, KeyError, OSError) as error:
         raise ValueError(
-            f"--csbp-attention-backend transformer_engine needs Transformer Engine 2.9 or later, which does not import here "
-            f"({type(error).__name__}: {error}); install it as docs/gpu.md says, or use --csbp-attention-backend torch."
+            "--csbp-attention-backend transformer_engine needs Transformer Engine 2.9 or later, which does not import "
+            f"here ({type(error).__name__}: {error}); install it as docs/gpu.md says, or use --csbp-attention-backend "
+            "torch."
         ) from error
 
 
@@ -172,7 +173,7 @@ class FusedAttention:
     ) -> dict[str, Any]:
         """Return the arguments that both functions take, after asking the selector."""
         # Transformer Engine reads raw pointers: a strided tensor would be misread without an error.
-        assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
+        assert all(tensor.is_contiguous() for tensor in (query, key, value))
         self._check_supported(query, key, tensor_format, causal)
         problems, rows = _problems_and_rows(query, tensor_format)
         _, keys = _problems_and_rows(key, tensor_format)
@@ -235,15 +236,16 @@ class FusedAttention:
 
     def _refusal(self, description: Mapping[str, Any], available: Any) -> str:
         what = (
-            f"{description['qkv_dtype']}, {description['num_heads']} query and {description['num_gqa_groups']} key/value "
-            f"heads of {description['head_dim_qk']}, {description['max_seqlen_q']} x {description['max_seqlen_kv']} rows, "
-            f"{description['attn_mask_type']}{', deterministic' if description['deterministic'] else ''}"
+            f"{description['qkv_dtype']}, {description['num_heads']} query and {description['num_gqa_groups']} "
+            f"key/value heads of {description['head_dim_qk']}, {description['max_seqlen_q']} x "
+            f"{description['max_seqlen_kv']} rows, {description['attn_mask_type']}"
+            f"{', deterministic' if description['deterministic'] else ''}"
         )
         return (
             f"--csbp-attention-backend transformer_engine: Transformer Engine {self._symbols.version} has no fused "
-            f"attention with a log-sum-exp for {what} (it offers {available}). It takes fp16 and bf16, and is off with "
-            "--attention-backend flash, unfused or local, NVTE_FUSED_ATTN=0 or NVTE_FUSED_ATTN_BACKEND=0. Use --bf16 and "
-            "--attention-backend auto or fused, or --csbp-attention-backend torch."
+            f"attention with a log-sum-exp for {what} (it offers {available}). It takes fp16 and bf16, and is off "
+            "with --attention-backend flash, unfused or local, NVTE_FUSED_ATTN=0 or NVTE_FUSED_ATTN_BACKEND=0. Use "
+            "--bf16 and --attention-backend auto or fused, or --csbp-attention-backend torch."
         )
 
     def _call(
@@ -258,8 +260,8 @@ class FusedAttention:
 
     def _unknown_version(self, name: str, parameters: set[str]) -> ValueError:
         return ValueError(
-            f"--csbp-attention-backend transformer_engine: {name} of Transformer Engine {self._symbols.version} has changed "
-            f"({', '.join(sorted(parameters))}); tested are 2.9 to 2.20. Use --csbp-attention-backend torch."
+            f"--csbp-attention-backend transformer_engine: {name} of Transformer Engine {self._symbols.version} has "
+            f"changed ({', '.join(sorted(parameters))}); tested are 2.9 to 2.20. Use --csbp-attention-backend torch."
         )
 
 

@@ -34,7 +34,7 @@ def kernel_on(stand_in: StandIn) -> TransformerEngineKernel:
 
 
 def inputs(order: str, *, dtype: torch.dtype = torch.float64, keys: int = 7) -> list[Tensor]:
-    """Gradient of the output, query, key and value [G, T, N, D] for G = 3, N = 4, K = 2, in memory order "bshd" or "sbhd"."""
+    """Gradient of the output, query, key and value for G = 3, N = 4, K = 2, in memory order "bshd" or "sbhd"."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 5, 4, 8), (3, 5, 4, 8), (3, keys, 2, 8), (3, keys, 2, 8)]
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
