@@ -8,9 +8,8 @@ half, its early chunk into the second. Both are single collectives into a contig
 afterwards.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_csbp.transformer.layout import SequenceLayout, Stream
+from megatron_csbp.transformer.traffic_ledger import Collective, Direction, LayerLedger
+from megatron_csbp.transformer.wait_clock import WaitClock
 
 
 class Pending[T](Protocol):
@@ -39,6 +40,21 @@ class PendingWork[T]:
         """Wait for every collective, then return the result."""
         for work in self.works:
             work.wait()
+        return self.finish()
+
+
+@dataclass
+class TimedWork[T](PendingWork[T]):
+    """Asynchronous collectives, and the clock that runs while they are waited for."""
+
+    clock: WaitClock
+
+    def wait(self) -> T:
+        """See `PendingWork.wait`."""
+        self.clock.start()
+        for work in self.works:
+            work.wait()
+        self.clock.stop()
         return self.finish()
 
 
@@ -66,26 +82,12 @@ class KeyValueExchange(Protocol):
         ...
 
 
-@dataclass
-class TrafficLedger:
-    """Bytes of payload that collectives brought from other ranks, counted where they are started.
-
-    Attributes:
-        gathered_bytes: keys and values, by copy.
-        scattered_bytes: gradients of keys and values, by copy.
-        num_exchanges: gathers and reduce-scatters started (keys and values of one copy together are one).
-    """
-
-    gathered_bytes: Counter[Stream] = field(default_factory=Counter)
-    scattered_bytes: Counter[Stream] = field(default_factory=Counter)
-    num_exchanges: int = 0
-
-
 class ContextGroupExchange:
     """The exchange over a torch.distributed process group.
 
     Attributes:
-        ledger: what this rank received since the exchange was made.
+        ledger: where every exchange is entered, or None.
+        clock: what measures the waits, or None.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -94,7 +96,8 @@ class ContextGroupExchange:
         Args:
             group: the context group; its rank order is the layout's.
         """
-        self.ledger = TrafficLedger()
+        self.ledger: LayerLedger | None = None
+        self.clock: WaitClock | None = None
         self._group = group
         self._size = dist.get_world_size(group)
         self._has_reduce_scatter = dist.get_backend(group) == "nccl"
@@ -111,9 +114,9 @@ class ContextGroupExchange:
             for half, chunk_CBKD in zip(buffer_RBKD.chunk(2), (late_CBKD, early_CBKD), strict=True):
                 works.append(_start_all_gather(half, chunk_CBKD.contiguous(), self._group))
             buffers_RBKD.append(buffer_RBKD)
-        self.ledger.gathered_bytes[stream] += self._remote_bytes(buffers_RBKD)
-        self.ledger.num_exchanges += 1
-        return PendingWork(works, lambda: buffers_RBKD)
+        if self.ledger is not None:
+            self._enter(self.ledger, stream, Collective.GATHER, buffers_RBKD)
+        return self._pending(works, lambda: buffers_RBKD)
 
     def start_reduce_scatter(
         self, buffers_RBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream, payload_dtype: torch.dtype
@@ -122,14 +125,17 @@ class ContextGroupExchange:
         works: list[dist.Work] = []
         payloads_RBKD = [buffer_RBKD.to(payload_dtype) for buffer_RBKD in buffers_RBKD]
         finishes = [[self._reduce_half(half, works) for half in payload.chunk(2)] for payload in payloads_RBKD]
-        self.ledger.scattered_bytes[stream] += self._remote_bytes(payloads_RBKD)
-        self.ledger.num_exchanges += 1
+        if self.ledger is not None:
+            self._enter(self.ledger, stream, Collective.REDUCE_SCATTER, payloads_RBKD)
         dtype = buffers_RBKD[0].dtype
 
         def finish() -> list[Tensor]:
             return [torch.stack([early(dtype), late(dtype)]) for late, early in finishes]
 
-        return PendingWork(works, finish)
+        return self._pending(works, finish)
+
+    def _pending[T](self, works: Sequence[dist.Work], finish: Callable[[], T]) -> PendingWork[T]:
+        return PendingWork(works, finish) if self.clock is None else TimedWork(works, finish, self.clock)
 
     def _reduce_half(self, half: Tensor, works: list[dist.Work]) -> Callable[[torch.dtype], Tensor]:
         """Start the sum of one half buffer [P C, B, K, D]; the returned call yields this rank's chunk [C, B, K, D].
@@ -146,9 +152,17 @@ class ContextGroupExchange:
         by_rank = received.view(self._size, -1, *half.shape[1:])
         return lambda dtype: by_rank.sum(0, dtype=dtype)
 
-    def _remote_bytes(self, buffers: Sequence[Tensor]) -> int:
-        """Return the bytes of whole buffers that are other ranks' shares."""
-        return sum(buffer.nbytes for buffer in buffers) // self._size * (self._size - 1)
+    def _enter(self, ledger: LayerLedger, stream: Stream, collective: Collective, buffers: Sequence[Tensor]) -> None:
+        """Enter an exchange of whole buffers, all ranks' shares of which are of equal size."""
+        payload_bytes = sum(buffer.nbytes for buffer in buffers)
+        direction = Direction.BACKWARD if runs_in_backward() else Direction.FORWARD
+        remote_bytes = payload_bytes // self._size * (self._size - 1)
+        ledger.add(stream, collective, direction, payload_bytes, remote_bytes)
+
+
+def runs_in_backward() -> bool:
+    """Return whether this call is part of a backward pass: of a gradient, or of a recomputed forward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def chunk_views(tensor_SBKD: Tensor, layout: SequenceLayout, stream: Stream) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,8 @@ from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.kernels import select_kernel
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
+from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger
+from megatron_csbp.transformer.wait_clock import WaitClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,17 @@ class CSBPCoreAttention(MegatronModule):
     @cached_property
     def _exchange(self) -> ContextGroupExchange | None:
         return ContextGroupExchange(self._group) if self.plan.exchanged_streams else None
+
+    def observe(self, ledger: TrafficLedger | None, clock: WaitClock | None) -> None:
+        """Enter every exchange of this layer in a ledger, and time its waits; None turns either off.
+
+        Args:
+            ledger: shared by the layers of a rank.
+            clock: shared by the layers of a rank.
+        """
+        if self._exchange is not None:
+            self._exchange.ledger = None if ledger is None else LayerLedger(ledger, self.layer_number)
+            self._exchange.clock = clock
 
     def forward(
         self,

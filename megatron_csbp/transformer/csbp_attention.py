@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_csbp.transformer.annotations import annotate
 from megatron_csbp.transformer.attention_plan import AttentionPlan, gather_slot
-from megatron_csbp.transformer.communication import KeyValueExchange, Pending, chunk_views
+from megatron_csbp.transformer.communication import KeyValueExchange, Pending, chunk_views, runs_in_backward
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.layout import Stream
 from megatron_csbp.transformer.softmax_merge import accumulation_dtype
@@ -86,7 +87,7 @@ class _BlockDiffusionAttention(torch.autograd.Function):
         # A forward inside a backward pass is the recomputed one: its own backward follows at once, so what it
         # gathered is kept for this one layer. (Megatron's checkpoints and torch's reentrant ones run the backward of
         # this very call. torch's non-reentrant ones run that of the first forward, which then gathers once more.)
-        ctx.gathered = gathered if torch._C._current_graph_task_id() != -1 else None
+        ctx.gathered = gathered if runs_in_backward() else None
         return merged.out
 
     @staticmethod
@@ -125,7 +126,8 @@ def attention_forward(
         executor.forward(tile, query_SBND, local, merged)
     gathered = None
     if pending is not None:
-        gathered = pending.wait()
+        with annotate("wait", "gather"):
+            gathered = pending.wait()
         for tile in plan.gathered_tiles:
             executor.forward(tile, query_SBND, gathered, merged)
     return Merged(merged.out.to(query_SBND.dtype), merged.lse), gathered
@@ -153,17 +155,20 @@ def attention_backward(
     for tile in beside_gather:
         executor.backward(tile, queries, local, grad_query_SBND, local_grads)
     if pending_gather is not None:
-        gathered = pending_gather.wait()
+        with annotate("wait", "gather"):
+            gathered = pending_gather.wait()
     pending_scatter = None
     if gathered is not None:
         gathered_grads = KeyValue(_zeros(gathered.key), _zeros(gathered.value))
         for tile in plan.gathered_tiles:
             executor.backward(tile, queries, gathered, grad_query_SBND, gathered_grads)
-        pending_scatter = _start_scatter(gathered_grads, local_grads, local.key.dtype, context)
+        with annotate("start", "scatter"):
+            pending_scatter = _start_scatter(gathered_grads, local_grads, local.key.dtype, context)
     for tile in beside_scatter:
         executor.backward(tile, queries, local, grad_query_SBND, local_grads)
     if pending_scatter is not None:
-        pending_scatter.add_to(local_grads)
+        with annotate("wait", "scatter"):
+            pending_scatter.add_to(local_grads)
     dtype = queries.query.dtype
     return grad_query_SBND.to(dtype), local_grads.key.to(dtype), local_grads.value.to(dtype)
 
@@ -207,7 +212,8 @@ def _start_gather(local: KeyValue, context: AttentionContext) -> _PendingGather 
     if not plan.exchanged_streams:
         return None
     assert exchange is not None
-    return _PendingGather([exchange.start_gather(local, plan.layout, stream) for stream in plan.exchanged_streams])
+    with annotate("start", "gather"):
+        return _PendingGather([exchange.start_gather(local, plan.layout, stream) for stream in plan.exchanged_streams])
 
 
 def _start_scatter(

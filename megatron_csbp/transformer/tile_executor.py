@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megatron_csbp.transformer.annotations import annotate
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.softmax_merge import merge_partial
 from megatron_csbp.transformer.tile import MaskKind, RowPattern, Tile
@@ -58,20 +59,22 @@ class TileExecutor:
             keys: keys and values of the tile's key source.
             merged: accumulated results, in the accumulation dtype.
         """
-        partial_out_GTND, partial_lse_GTN = self.kernel.forward(
-            _problems(query_SBND, tile.query),
-            _problems(keys.key, tile.key),
-            _problems(keys.value, tile.key),
-            causal=tile.mask is MaskKind.CAUSAL,
-            scale=self.scale,
-        )
-        out, lse = _run_view(merged.out, tile.query), _run_view(merged.lse, tile.query)
-        partial_out, partial_lse = partial_out_GTND.reshape(out.shape), partial_lse_GTN.reshape(lse.shape)
-        if tile.writes_first:
-            out.copy_(partial_out)
-            lse.copy_(partial_lse)
-        else:
-            merge_partial(out, lse, partial_out, partial_lse)
+        with annotate("forward", tile.kind):
+            partial_out_GTND, partial_lse_GTN = self.kernel.forward(
+                _problems(query_SBND, tile.query),
+                _problems(keys.key, tile.key),
+                _problems(keys.value, tile.key),
+                causal=tile.mask is MaskKind.CAUSAL,
+                scale=self.scale,
+            )
+        with annotate("merge", tile.kind):
+            out, lse = _run_view(merged.out, tile.query), _run_view(merged.lse, tile.query)
+            partial_out, partial_lse = partial_out_GTND.reshape(out.shape), partial_lse_GTN.reshape(lse.shape)
+            if tile.writes_first:
+                out.copy_(partial_out)
+                lse.copy_(partial_lse)
+            else:
+                merge_partial(out, lse, partial_out, partial_lse)
 
     def backward(
         self, tile: Tile, queries: QuerySide, keys: KeyValue, grad_query_SBND: Tensor, key_grads: KeyValue
@@ -85,19 +88,21 @@ class TileExecutor:
             grad_query_SBND: accumulated gradient of this rank's queries.
             key_grads: accumulated gradients of `keys`.
         """
-        partial_query_GTND, partial_key_GUKD, partial_value_GUKD = self.kernel.backward(
-            _problems(queries.grad_out, tile.query),
-            _problems(queries.query, tile.query),
-            _problems(keys.key, tile.key),
-            _problems(keys.value, tile.key),
-            _problems(queries.merged.out, tile.query),
-            _problems(queries.merged.lse, tile.query),
-            causal=tile.mask is MaskKind.CAUSAL,
-            scale=self.scale,
-        )
-        _add(grad_query_SBND, tile.query, partial_query_GTND)
-        _add(key_grads.key, tile.key, partial_key_GUKD)
-        _add(key_grads.value, tile.key, partial_value_GUKD)
+        with annotate("backward", tile.kind):
+            partial_query_GTND, partial_key_GUKD, partial_value_GUKD = self.kernel.backward(
+                _problems(queries.grad_out, tile.query),
+                _problems(queries.query, tile.query),
+                _problems(keys.key, tile.key),
+                _problems(keys.value, tile.key),
+                _problems(queries.merged.out, tile.query),
+                _problems(queries.merged.lse, tile.query),
+                causal=tile.mask is MaskKind.CAUSAL,
+                scale=self.scale,
+            )
+        with annotate("add gradients", tile.kind):
+            _add(grad_query_SBND, tile.query, partial_query_GTND)
+            _add(key_grads.key, tile.key, partial_key_GUKD)
+            _add(key_grads.value, tile.key, partial_value_GUKD)
 
 
 def _add(grad_UB: Tensor, pattern: RowPattern, partial_GU: Tensor) -> None:

@@ -10,8 +10,17 @@ from torch import Tensor
 
 from megatron_csbp.transformer import communication
 from megatron_csbp.transformer.attention_plan import gather_slot
-from megatron_csbp.transformer.communication import ContextGroupExchange, TrafficLedger, chunk_views
+from megatron_csbp.transformer.communication import ContextGroupExchange, chunk_views
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, Stream
+from megatron_csbp.transformer.traffic_ledger import (
+    Collective,
+    Direction,
+    LayerLedger,
+    TrafficLedger,
+    Transfer,
+    Volume,
+    Volumes,
+)
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
 from tests.support.dense_oracle import whole_rows
 from tests.support.simulated_group import RankOfGroup, RenamedCollectives, SimulatedCollectives, run_ranks
@@ -23,16 +32,17 @@ EXCHANGING = {
 }
 
 
-def train_step(case: Case, dtype: torch.dtype = torch.float64) -> list[TrafficLedger]:
-    """Run forward and backward once and return every rank's ledger."""
-    exchanges: list[ContextGroupExchange] = []
+def train_step(case: Case, dtype: torch.dtype = torch.float64) -> dict[int, Volumes]:
+    """Run forward and backward once as layer 5 and return what every rank's ledger says."""
+    ledgers = {rank: TrafficLedger() for rank in range(case.group_size)}
 
     def make_exchange(member: RankOfGroup) -> ContextGroupExchange:
-        exchanges.append(ContextGroupExchange(member))
-        return exchanges[-1]
+        exchange = ContextGroupExchange(member)
+        exchange.ledger = LayerLedger(ledgers[member.rank], layer=5)
+        return exchange
 
     attend_on_group(case, case.problem().to(dtype), make_exchange=make_exchange)
-    return [exchange.ledger for exchange in exchanges]
+    return {rank: ledger.volumes for rank, ledger in ledgers.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -50,7 +60,7 @@ def test_bytes_on_the_wire_are_those_of_the_plan_and_of_the_ledger(
         wire[rank, name] += payload.nbytes * shares
     if scheme is Scheme.BLOCK_PARALLEL:
         assert not wire
-        assert not ledgers
+        assert not any(ledgers.values())
         return
     for rank in range(case.group_size):
         unit = {
@@ -61,12 +71,15 @@ def test_bytes_on_the_wire_are_those_of_the_plan_and_of_the_ledger(
         }
         assert wire[rank, "all_gather"] == 2 * sum(unit.values())
         assert wire[rank, "all_to_all"] == sum(unit.values())
-        streams = EXCHANGING[scheme]
-        assert ledgers[rank] == TrafficLedger(
-            gathered_bytes=Counter({stream: 2 * unit[stream] for stream in streams}),
-            scattered_bytes=Counter({stream: unit[stream] for stream in streams}),
-            num_exchanges=3 * len(streams),
-        )
+        assert ledgers[rank] == {
+            Transfer(5, stream, collective, direction): Volume(1, unit[stream] * 4 // 3, unit[stream])
+            for stream in EXCHANGING[scheme]
+            for collective, direction in (
+                (Collective.GATHER, Direction.FORWARD),
+                (Collective.GATHER, Direction.BACKWARD),
+                (Collective.REDUCE_SCATTER, Direction.BACKWARD),
+            )
+        }
         assert (unit[Stream.CORRUPTED] == 0) == (scheme is Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_csbp.transformer.attention_plan import CleanAttention
 from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, Stream
+from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, add_results, attend_on_rank
 from tests.support.dense_oracle import Result, dense_attention
 
@@ -67,7 +68,8 @@ class Wire(TorchDispatchMode):
 def facts_of(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
     rank = dist.get_rank(group)
     problem = case.problem()
-    exchange = ContextGroupExchange(group)
+    exchange, ledger = ContextGroupExchange(group), TrafficLedger()
+    exchange.ledger = LayerLedger(ledger, layer=1)
     with Wire(case.group_size) as wire:
         share = attend_on_rank(case, problem, case.context(rank, exchange))
     shares = []
@@ -85,7 +87,7 @@ def facts_of(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
         "wire_bytes": wire.received_bytes,
         "collectives": wire.collectives,
         "ledger": {
-            stream: exchange.ledger.gathered_bytes[stream] + exchange.ledger.scattered_bytes[stream]
+            stream: total(moved for what, moved in ledger.volumes.items() if what.stream is stream).remote_bytes
             for stream in Stream
         },
     }

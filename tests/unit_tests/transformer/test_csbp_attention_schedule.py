@@ -17,6 +17,7 @@ from megatron_csbp.transformer.communication import ContextGroupExchange, Pendin
 from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
+from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
 from tests.support.attention_cases import Case
 from tests.support.dense_oracle import whole_rows
 from tests.support.simulated_group import RankOfGroup, SimulatedCollectives, run_ranks
@@ -106,7 +107,8 @@ def gradients_on_group(case: Case, wrap: Callable[[Attend], Attend]) -> tuple[li
     problem = case.problem()
 
     def run(member: RankOfGroup) -> tuple[list[Tensor], int]:
-        exchange = ContextGroupExchange(member)
+        exchange, ledger = ContextGroupExchange(member), TrafficLedger()
+        exchange.ledger = LayerLedger(ledger, layer=1)
         context = case.context(member.rank, exchange)
         rows = whole_rows(context.plan.layout)
         inputs = [tensor[rows].requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
@@ -114,7 +116,7 @@ def gradients_on_group(case: Case, wrap: Callable[[Attend], Attend]) -> tuple[li
         out.backward(problem.grad_out[rows])
         assert all(tensor.grad is not None for tensor in inputs)
         grads = [tensor.grad for tensor in inputs if tensor.grad is not None]
-        return [out.detach(), *grads], exchange.ledger.num_exchanges
+        return [out.detach(), *grads], total(ledger.volumes.values()).exchanges
 
     results = run_ranks(case.group_size, run)
     return [tensor for tensors, _ in results for tensor in tensors], [exchanges for _, exchanges in results]
