@@ -3,5 +3,6 @@
 
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.kernels.selection import select_kernel
+from megatron_csbp.transformer.kernels.self_test import HeadShape, checked_kernel
 
-__all__ = ["AttentionKernel", "select_kernel"]
+__all__ = ["AttentionKernel", "HeadShape", "checked_kernel", "select_kernel"]
