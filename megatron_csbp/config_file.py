@@ -67,8 +67,7 @@ def set_defaults_from_yaml(parser: ArgumentParser, path: Path) -> set[str]:
             action = by_flag.get(name) or actions.get(name)
             if action is None:
                 parser.error(f"--yaml-cfg {path}: {key!r} is not a flag; see --help for the names.")
-            is_flag_name = name in by_flag
-            parser.set_defaults(**{action.dest: _value(parser, action, path, key, setting, is_flag_name)})
+            parser.set_defaults(**{action.dest: _value(parser, action, path, key, setting, name)})
             action.required = False
             given.update(action.option_strings)
     return given
@@ -89,19 +88,19 @@ def _translate(key: str, value: Any) -> dict[str, Any]:
     return {_MEGATRON_YAML_NAMES.get(name, name): value}
 
 
-def _value(
-    parser: ArgumentParser, action: argparse.Action, path: Path, key: str, value: Any, is_flag_name: bool
-) -> Any:
+def _value(parser: ArgumentParser, action: argparse.Action, path: Path, key: str, value: Any, name: str) -> Any:
     """Return a YAML value as the flag would have stored it."""
     if value is None:
         return None
     if action.nargs == 0:
         if not isinstance(value, bool):
             parser.error(f"--yaml-cfg {path}: {key}: {value!r} must be true or false.")
-        # `no-persist-layer-norm: true` says what the flag says; `persist_layer_norm: false` says what it stores.
-        return action.const if is_flag_name and value else (not action.const if is_flag_name else value)
+        return _switch(action, name, value)
     many = action.nargs in ("+", "*") or isinstance(action.nargs, int)
     items = value if isinstance(value, list) else str(value).split() if many and isinstance(value, str) else [value]
+    wanted = action.nargs if isinstance(action.nargs, int) else len(items) if many else 1
+    if len(items) != wanted or (not items and action.nargs == "+"):
+        parser.error(f"--yaml-cfg {path}: {key}: {value!r} must be {_how_many(action.nargs)}.")
     try:
         converted = [parser._get_value(action, str(item)) for item in items]
         for item in converted:
@@ -109,3 +108,19 @@ def _value(
     except argparse.ArgumentError as error:
         parser.error(f"--yaml-cfg {path}: {key}: {error}")
     return converted if many else converted[0]
+
+
+def _how_many(nargs: int | str | None) -> str:
+    return f"a list of {nargs}" if isinstance(nargs, int) else "a list, not empty" if nargs == "+" else "one value"
+
+
+def _switch(action: argparse.Action, name: str, value: bool) -> Any:
+    """Return what a flag without a value stores.
+
+    `no-persist-layer-norm: true` says what the flag says; `persist_layer_norm: false` says what it stores.
+    """
+    if f"--{name.replace('_', '-')}" not in action.option_strings:
+        return value
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return value != name.startswith("no_")
+    return action.const if value else not action.const
