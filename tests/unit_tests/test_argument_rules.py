@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every rule refuses what breaks it, by flag, value, rule and a value that works, and lets pass what does not."""
+
+import re
+
+import pytest
+
+from megatron_csbp.argument_rules import check_before_megatron, check_vocabulary
+from megatron_csbp.unsupported_features import UNSUPPORTED
+from tests.support.megatron_arguments import VALID, parse
+
+
+def check(command_line: str) -> None:
+    check_before_megatron(*parse(command_line))
+
+
+def refusal(flags: str, base: str = VALID) -> str:
+    with pytest.raises(ValueError, match="--") as error:
+        check(f"{base} {flags}")
+    return str(error.value)
+
+
+REFUSED = {
+    "a block of no tokens": (
+        "--diffusion-block-size 0",
+        "--diffusion-block-size 0 must be at least 1 token; 32 is a usual value.",
+    ),
+    "a block-parallel size of 0": ("--bp-size 0", "--block-parallel-size 0 must be at least 1"),
+    "a context-parallel size below 0": ("--context-parallel-size -2", "--context-parallel-size -2 must be at least 1"),
+    "unequal sizes above 1": (
+        "--bp-size 2 --context-parallel-size 4",
+        "--block-parallel-size 2 differs from --context-parallel-size 4",
+        "both name the same ranks",
+        "--context-parallel-size 2 --block-parallel-size 2",
+    ),
+    "a length that blocks do not divide": (
+        "--seq-length 60",
+        "--seq-length 60 must be a multiple of the diffusion block size 8",
+        "56 or 64",
+    ),
+    "a length that the chunks of csbp do not divide": (
+        "--seq-length 72 --bp-size 2 --context-parallel-size 2",
+        "--seq-length 72 must be a multiple of 2 x 2 ranks x block size 8 = 32",
+        "64 or 96",
+    ),
+    "a length that the chunks of cp do not divide": (
+        "--seq-length 72 --context-parallel-size 2",
+        "--seq-length 72",
+        "64 or 96",
+    ),
+    "a length that the chunks of pure bp do not divide": (
+        "--seq-length 72 --bp-size 2",
+        "--seq-length 72",
+        "64 or 96",
+    ),
+    "a length shorter than one block": ("--seq-length 4", "--seq-length 4 must be a multiple", "work: 8."),
+    "rows that tensor ranks do not divide under sequence parallelism": (
+        "--seq-length 8 --tensor-model-parallel-size 3 --sequence-parallel",
+        "--sequence-parallel splits the 16 rows",
+        "--seq-length 8",
+        "--tensor-model-parallel-size 3",
+        "for example --seq-length 48",
+    ),
+    "a mask id below 0": ("--mask-token-id -1", "--mask-token-id -1 must be at least 0; for example 100."),
+    "a diffusion loss without weight": (
+        "--diffusion-loss-weight 0",
+        "--diffusion-loss-weight 0.0 must be above 0; for example 0.3.",
+    ),
+    "a diffusion loss weight that is no number": (
+        "--diffusion-loss-weight nan",
+        "--diffusion-loss-weight nan must be",
+    ),
+    "an autoregressive loss weight below 0": (
+        "--diffusion-objective nemotron --ar-loss-weight -1",
+        "--ar-loss-weight -1.0 must be at least 0; for example 1.0.",
+    ),
+    "an autoregressive loss of the block-diffusion objective": (
+        "--ar-loss-weight 0.5",
+        "--ar-loss-weight 0.5 with --diffusion-objective block-diffusion",
+        "no autoregressive term",
+        "use --diffusion-objective nemotron or --ar-loss-weight 0",
+    ),
+    "an autoregressive loss under block-causal clean attention": (
+        "--diffusion-objective nemotron --clean-attention block-causal",
+        "--clean-attention block-causal with --ar-loss-weight 1.0",
+        "would see the next token",
+        "use --clean-attention token-causal or --ar-loss-weight 0",
+    ),
+    "a smallest noise level of 0": ("--noise-eps 0", "--noise-eps 0.0 must lie between 0 and 1", "for example 0.001"),
+    "a smallest noise level of 1": ("--noise-eps 1", "--noise-eps 1.0 must lie between 0 and 1", "for example 0.001"),
+    "a noise schedule that nemotron does not have": (
+        "--diffusion-objective nemotron --noise-schedule cosine",
+        "--noise-schedule cosine with --diffusion-objective nemotron",
+        "use --noise-schedule log-linear",
+    ),
+    "attention dropout": (
+        "--attention-dropout 0.1",
+        "--attention-dropout 0.1 is not supported",
+        "cannot share a dropout mask",
+        "use --attention-dropout 0",
+    ),
+    "position embeddings of other kinds": (
+        "--position-embedding-type mrope",
+        "--position-embedding-type mrope is not supported",
+        "use rope, yarn, learned_absolute or none",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case: str) -> None:
+    flags, *said = REFUSED[case]
+    message = refusal(flags)
+    assert [part for part in said if part not in message] == []
+
+
+def test_refuses_a_missing_mask_id() -> None:
+    message = refusal("", "--seq-length 64 --diffusion-block-size 8")
+    assert message.startswith("--mask-token-id is not given")
+    assert "151669" in message
+
+
+def test_refuses_a_missing_length() -> None:
+    assert refusal("", "--diffusion-block-size 8 --mask-token-id 190").startswith("--seq-length is not given")
+
+
+ACCEPTED = {
+    "one rank": "",
+    "one token in a block": "--diffusion-block-size 1",
+    "one block in a sequence": "--diffusion-block-size 64",
+    "a block size that is no power of two": "--diffusion-block-size 48 --seq-length 192 --bp-size 2",
+    "three blocks in a chunk": "--diffusion-block-size 4 --seq-length 48 --bp-size 2 --context-parallel-size 2",
+    "csbp": "--bp-size 4 --context-parallel-size 4",
+    "pure bp": "--block-parallel-size 4",
+    "cp": "--context-parallel-size 4",
+    "sequence parallelism": "--tensor-model-parallel-size 2 --sequence-parallel --bp-size 2 --context-parallel-size 2",
+    "mask id 0": "--mask-token-id 0",
+    "nemotron": "--diffusion-objective nemotron",
+    "nemotron with weights": "--diffusion-objective nemotron --diffusion-loss-weight 1e-3 --ar-loss-weight 2",
+    "block-causal clean attention without an autoregressive loss": (
+        "--diffusion-objective nemotron --clean-attention block-causal --ar-loss-weight 0"
+    ),
+    "no autoregressive loss, said aloud": "--ar-loss-weight 0",
+    "token-causal clean attention": "--clean-attention token-causal",
+    "every schedule of block-diffusion": "--noise-schedule cosine",
+    "a large smallest noise level": "--noise-eps 0.999",
+    "attention dropout of 0, said aloud": "--attention-dropout 0",
+    "yarn": "--position-embedding-type yarn",
+    "learned positions": "--position-embedding-type learned_absolute",
+    "no positions": "--position-embedding-type none",
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_accepts(case: str) -> None:
+    check(f"{VALID} {ACCEPTED[case]}")
+
+
+@pytest.mark.parametrize("length", [1, 63, 100, 8191])
+@pytest.mark.parametrize("block_size", [1, 3, 48])
+@pytest.mark.parametrize(
+    "scheme", ["", "--context-parallel-size 3", "--bp-size 4", "--bp-size 5 --context-parallel-size 5"]
+)
+def test_lengths_that_an_error_suggests_work(length: int, block_size: int, scheme: str) -> None:
+    flags = f"{VALID} --diffusion-block-size {block_size} {scheme}"
+    try:
+        check(f"{flags} --seq-length {length}")
+    except ValueError as error:
+        suggested = re.findall(r"\d+", str(error).rpartition("work:")[2])
+        assert suggested
+        for works in suggested:
+            check(f"{flags} --seq-length {works}")
+    else:
+        assert length % block_size == 0
+
+
+def test_the_length_that_the_sequence_parallel_error_suggests_works() -> None:
+    flags = "--bp-size 2 --context-parallel-size 2 --tensor-model-parallel-size 5 --sequence-parallel"
+    suggested = re.search(r"for example --seq-length (\d+)", refusal(flags))
+    assert suggested is not None
+    check(f"{VALID} {flags} --seq-length {suggested[1]}")
+
+
+ASKED_FOR = {
+    "mtp_num_layers": "--mtp-num-layers 1",
+    "multi_latent_attention": "--multi-latent-attention",
+    "cuda_graph_impl": "--cuda-graph-impl local",
+    "enable_cuda_graph": "--enable-cuda-graph",
+    "external_cuda_graph": "--external-cuda-graph",
+    "sft": "--sft",
+    "fim_data": "--fim-data",
+    "window_size": "--window-size 128,0",
+    "softmax_type": "--softmax-type learnable",
+    "qk_clip": "--qk-clip",
+    "log_max_attention_logit": "--log-max-attention-logit",
+    "apply_query_key_layer_scaling": "--apply-query-key-layer-scaling",
+    "experimental_attention_variant": "--experimental-attention-variant gated_delta_net",
+    "linear_attention_freq": "--linear-attention-freq 2",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern M*-M",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path layers.json",
+    "heterogeneous_layers_config_encoded_json": "--heterogeneous-layers-config-encoded-json {}",
+    "hybrid_context_parallel": "--hybrid-context-parallel",
+    "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes 2 2",
+    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
+    "reset_attention_mask": "--reset-attention-mask",
+    "reset_position_ids": "--reset-position-ids",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "perform_rl_step": "--perform-rl-step",
+    "logits_load_dir": "--logits-load-dir logits",
+    "attention_backend": "--attention-backend local",
+}
+NO_FLAG_IN_MEGATRON_0_19 = {
+    "fp8_dot_product_attention": True,
+    "fp8_multi_head_attention": True,
+    "gtp_weight_remat_size": 2,
+    "expert_gtp_weight_remat_size": 2,
+}
+
+
+def test_every_unsupported_feature_is_tested() -> None:
+    names = [feature.name for feature in UNSUPPORTED]
+    assert sorted(names) == sorted(ASKED_FOR | NO_FLAG_IN_MEGATRON_0_19)
+
+
+@pytest.mark.parametrize("name", ASKED_FOR)
+def test_refuses_by_name(name: str) -> None:
+    flags = ASKED_FOR[name]
+    message = refusal(flags)
+    assert message.startswith(flags.split()[0])
+    assert "is not supported with --diffusion-block-size: " in message
+    check(flags)  # plain Megatron may have it
+
+
+@pytest.mark.parametrize("name", NO_FLAG_IN_MEGATRON_0_19)
+def test_refuses_by_name_what_other_megatrons_have_a_flag_for(name: str) -> None:
+    args, given = parse(VALID)
+    assert not hasattr(args, name)
+    setattr(args, name, NO_FLAG_IN_MEGATRON_0_19[name])
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}.* is not supported"):
+        check_before_megatron(args, given)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bp-size 2",
+        "--mask-token-id 5",
+        "--diffusion-objective nemotron",
+        "--clean-attention token-causal",
+        "--diffusion-loss-weight 1",
+        "--ar-loss-weight 1",
+        "--noise-schedule log",
+        "--noise-eps 0.1",
+        "--block-assignment contiguous",
+        "--csbp-attention-backend torch",
+    ],
+)
+def test_refuses_block_diffusion_flags_without_a_block_size(flags: str) -> None:
+    message = refusal(flags, "--seq-length 64")
+    assert flags.split()[0].replace("--bp-size", "--block-parallel-size") in message
+    assert "--diffusion-block-size 32" in message
+
+
+def test_plain_megatron_passes() -> None:
+    check("--seq-length 63 --attention-dropout 0.1 --context-parallel-size 2")
+
+
+def test_refuses_a_mask_id_outside_the_padded_vocabulary() -> None:
+    args, _ = parse(f"{VALID} --mask-token-id 192")
+    args.padded_vocab_size = 192
+    with pytest.raises(
+        ValueError, match="--mask-token-id 192 is outside the padded vocabulary of 192 tokens; use an id below 192"
+    ):
+        check_vocabulary(args)
+
+
+def test_accepts_a_mask_id_in_the_padding_of_the_vocabulary() -> None:
+    args, _ = parse(f"{VALID} --mask-token-id 191")
+    args.padded_vocab_size = 192
+    check_vocabulary(args)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A resumed run keeps what its noise and its loss are made of."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_csbp import megatron_compat
+from megatron_csbp.checkpoint_rules import check_resume, latest_iteration, use_checkpoint_length
+
+SAVED = {
+    "diffusion_block_size": 8,
+    "mask_token_id": 190,
+    "diffusion_objective": "nemotron",
+    "clean_attention": "token-causal",
+    "noise_schedule": "log-linear",
+    "noise_eps": 1e-3,
+    "diffusion_loss_weight": 0.3,
+    "ar_loss_weight": 1.0,
+    "clean_seq_length": 64,
+    "seed": 7,
+}
+OTHER = {
+    "diffusion_block_size": 16,
+    "mask_token_id": 189,
+    "diffusion_objective": "block-diffusion",
+    "clean_attention": "block-causal",
+    "noise_schedule": "cosine",
+    "noise_eps": 1e-2,
+    "diffusion_loss_weight": 1.0,
+    "ar_loss_weight": 0.0,
+    "clean_seq_length": 128,
+    "seed": 8,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint of iteration 10 with the arguments SAVED."""
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+
+    def load(asked: Path, iteration: int) -> Namespace | None:
+        assert (asked, iteration) == (tmp_path, 10)
+        return Namespace(**SAVED)
+
+    monkeypatch.setattr(megatron_compat, "load_checkpoint_arguments", load)
+    return tmp_path
+
+
+def resume(folder: Path, **changes: Any) -> None:
+    check_resume(Namespace(**SAVED | {"load": str(folder), "finetune": False, "ckpt_step": None} | changes))
+
+
+def test_the_same_run_resumes(folder: Path) -> None:
+    resume(folder)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_another_value_is_refused(folder: Path, name: str) -> None:
+    flag = {"clean_seq_length": "--seq-length"}.get(name, "--" + name.replace("_", "-"))
+    with pytest.raises(ValueError, match="a run keeps its noise and its loss") as error:
+        resume(folder, **{name: OTHER[name]})
+    assert str(error.value).startswith(
+        f"{flag} {OTHER[name]} differs from {SAVED[name]} in the checkpoint that --load {folder}"
+    )
+    assert f"Use {flag} {SAVED[name]}, or --finetune" in str(error.value)
+
+
+def test_a_new_run_from_old_weights_may_differ(folder: Path) -> None:
+    resume(folder, finetune=True, diffusion_block_size=16)
+
+
+def test_a_chosen_iteration_is_compared(folder: Path) -> None:
+    (folder / "latest_checkpointed_iteration.txt").write_text("20")
+    resume(folder, ckpt_step=10)
+    with pytest.raises(ValueError, match="--seed 8 differs from 7"):
+        resume(folder, ckpt_step=10, seed=8)
+
+
+def test_weights_of_an_autoregressive_run_may_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    monkeypatch.setattr(megatron_compat, "load_checkpoint_arguments", lambda *_: Namespace(seed=1, seq_length=64))
+    resume(tmp_path)
+
+
+def test_checkpoint_arguments_give_the_clean_length_back(folder: Path) -> None:
+    """Megatron saves and restores `seq_length`, which is the row count by then."""
+    args = Namespace(load=str(folder), ckpt_step=None, seq_length=128)
+    use_checkpoint_length(args)
+    assert args.seq_length == 64
+
+
+def test_checkpoint_arguments_of_an_autoregressive_run_keep_their_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    monkeypatch.setattr(megatron_compat, "load_checkpoint_arguments", lambda *_: Namespace(seq_length=64))
+    args = Namespace(load=str(tmp_path), ckpt_step=None, seq_length=64)
+    use_checkpoint_length(args)
+    assert args.seq_length == 64
+
+
+def test_nothing_to_resume_is_no_error(tmp_path: Path) -> None:
+    resume(tmp_path)
+    check_resume(Namespace(**SAVED, load=None, finetune=False, ckpt_step=None))
+
+
+@pytest.mark.parametrize("text, iteration", [("10", 10), ("10\n", 10), ("release", None), ("", None)])
+def test_reads_megatrons_tracker_file(tmp_path: Path, text: str, iteration: int | None) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    assert latest_iteration(tmp_path) == iteration
