@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
-from megatron_csbp.transformer.kernels import select_kernel
+from megatron_csbp.transformer.kernels import HeadShape, checked_kernel
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger
 from megatron_csbp.transformer.wait_clock import WaitClock
@@ -156,7 +156,13 @@ class CSBPCoreAttention(MegatronModule):
             )
         context = AttentionContext(
             plan=self.plan,
-            kernel=select_kernel(self._settings.backend, query_SBND.device),
+            kernel=checked_kernel(
+                self._settings.backend,
+                query_SBND.device,
+                query_SBND.dtype,
+                HeadShape(query_SBND.shape[2], key_SBKD.shape[2], query_SBND.shape[3]),
+                self.config.attention_backend.name,
+            ),
             scale=self._softmax_scale,
             exchange=self._exchange,
         )

@@ -122,8 +122,7 @@ def attention_forward(
         torch.empty(query_SBND.shape, dtype=dtype, device=query_SBND.device),
         torch.empty(query_SBND.shape[:3], dtype=dtype, device=query_SBND.device),
     )
-    for tile in plan.local_tiles:
-        executor.forward(tile, query_SBND, local, merged)
+    executor.forward_local(plan, query_SBND, local, merged)
     gathered = None
     if pending is not None:
         with annotate("wait", "gather"):
@@ -151,9 +150,7 @@ def attention_backward(
     pending_gather = None if gathered is not None else _start_gather(local, context)
     grad_query_SBND = _zeros(queries.query)
     local_grads = KeyValue(_zeros(local.key), _zeros(local.value))
-    beside_gather, beside_scatter = plan.backward_local_tiles
-    for tile in beside_gather:
-        executor.backward(tile, queries, local, grad_query_SBND, local_grads)
+    beside_scatter = executor.backward_local(plan, queries, local, grad_query_SBND, local_grads)
     if pending_gather is not None:
         with annotate("wait", "gather"):
             gathered = pending_gather.wait()

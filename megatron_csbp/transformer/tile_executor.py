@@ -11,7 +11,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron_csbp.transformer.annotations import annotate
+from megatron_csbp.transformer.attention_plan import AttentionPlan
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
+from megatron_csbp.transformer.kernels.local_interface import LocalKernel
 from megatron_csbp.transformer.softmax_merge import merge_partial
 from megatron_csbp.transformer.tile import MaskKind, RowPattern, Tile
 
@@ -75,6 +77,42 @@ class TileExecutor:
                 lse.copy_(partial_lse)
             else:
                 merge_partial(out, lse, partial_out, partial_lse)
+
+    def forward_local(self, plan: AttentionPlan, query_SBND: Tensor, local: KeyValue, merged: Merged) -> None:
+        """Compute all local tiles into the accumulated results, in place: in one call if the kernel can.
+
+        Args:
+            plan: the rank's tiles.
+            query_SBND: this rank's queries, [S, B, N, D].
+            local: this rank's keys and values.
+            merged: results to write, in the accumulation dtype; what they held is overwritten.
+        """
+        if isinstance(self.kernel, LocalKernel):
+            out_SBND, lse_SBN = self.kernel.forward_local(query_SBND, *local, plan=plan, scale=self.scale)
+            merged.out.copy_(out_SBND)
+            merged.lse.copy_(lse_SBN)
+            return
+        for tile in plan.local_tiles:
+            self.forward(tile, query_SBND, local, merged)
+
+    def backward_local(
+        self, plan: AttentionPlan, queries: QuerySide, local: KeyValue, grad_query_SBND: Tensor, local_grads: KeyValue
+    ) -> tuple[Tile, ...]:
+        """Add the first local tiles' share to the gradients, in place, and return the tiles that are left.
+
+        The rest can run beside the reduce-scatter. Nothing is left if the kernel computes all tiles in one call.
+        """
+        if isinstance(self.kernel, LocalKernel):
+            grads = self.kernel.backward_local(
+                queries.grad_out, queries.query, *local, *queries.merged, plan=plan, scale=self.scale
+            )
+            for total, share in zip((grad_query_SBND, *local_grads), grads, strict=True):
+                total.add_(share)
+            return ()
+        first, rest = plan.backward_local_tiles
+        for tile in first:
+            self.backward(tile, queries, local, grad_query_SBND, local_grads)
+        return rest
 
     def backward(
         self, tile: Tile, queries: QuerySide, keys: KeyValue, grad_query_SBND: Tensor, key_grads: KeyValue

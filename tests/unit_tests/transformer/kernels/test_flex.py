@@ -7,6 +7,7 @@ Shapes: S local rows, B micro-batch, N query heads, K key/value heads, D head di
 """
 
 import itertools
+import threading
 import warnings
 from collections.abc import Iterator
 
@@ -27,7 +28,9 @@ from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLa
 from megatron_csbp.transformer.softmax_merge import merge_partial
 from megatron_csbp.transformer.tile import MaskKind
 from megatron_csbp.transformer.tile_executor import KeyValue, Merged, QuerySide, TileExecutor
-from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case
+from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
+from tests.support.dense_oracle import dense_attention
+from tests.support.simulated_group import SimulatedCollectives
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -149,3 +152,27 @@ def test_one_call_gives_the_local_tiles_and_their_share_of_the_gradients(
 def test_only_flex_computes_local_tiles_at_once() -> None:
     assert isinstance(FlexKernel(), LocalKernel)
     assert not isinstance(TorchCudaKernel(), LocalKernel)
+
+
+class FlexOnCpu(ReferenceKernel, FlexKernel):
+    """FlexAttention for local tiles, the reference for gathered ones; one thread at a time: tracing is global."""
+
+    name = "flex"
+    turn = threading.Lock()
+
+    def forward_local(self, *tensors: Tensor, plan: AttentionPlan, scale: float) -> tuple[Tensor, Tensor]:
+        with self.turn:
+            return super().forward_local(*tensors, plan=plan, scale=scale)
+
+    def backward_local(self, *tensors: Tensor, plan: AttentionPlan, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        with self.turn:
+            return super().backward_local(*tensors, plan=plan, scale=scale)
+
+
+@pytest.mark.parametrize("scheme", DISTRIBUTED_SCHEMES)
+def test_a_whole_group_is_exact(scheme: Scheme, uncompiled: None, simulated_collectives: SimulatedCollectives) -> None:
+    case = Case(scheme=scheme, group_size=2, micro_batch_size=2)
+    given = case.problem()
+    got = attend_on_group(case, given, kernel=FlexOnCpu())
+    errors = got.max_errors(dense_attention(given, case.block_size, case.clean_attention))
+    assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}
