@@ -11,16 +11,21 @@ from megatron_csbp import megatron_compat
 from megatron_csbp.arguments import Change, is_block_diffusion, sequence_layout
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.kernels import select_kernel
+from megatron_csbp.transformer.kernels import AttentionKernel, HeadShape, checked_kernel
 from megatron_csbp.transformer.layout import Stream
 
 _MAX_RANKS_SHOWN = 8
 
 
 def print_start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Change]) -> None:
-    """Print the summary on rank 0."""
+    """Print the summary on rank 0.
+
+    Raises:
+        ValueError: the attention backend cannot run on a rank's device, or is wrong there; all ranks test their own.
+    """
+    lines = start_summary(args, runtime, changes)
     if args.rank == 0:
-        print("\n".join(start_summary(args, runtime, changes)), flush=True)
+        print("\n".join(lines), flush=True)
 
 
 def start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Change]) -> list[str]:
@@ -52,7 +57,7 @@ def start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Chang
 def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
     layout = sequence_layout(args, rank=0)
     plan = AttentionPlan(layout, CleanAttention(args.clean_attention))
-    kernel = select_kernel(args.csbp_attention_backend, torch.device(runtime.device))
+    kernel = _tested_kernel(args, runtime)
     lines = [
         f"  scheme: {layout.scheme} over {layout.group_size} rank(s); tensor {args.tensor_model_parallel_size} x "
         f"pipeline {args.pipeline_model_parallel_size} x data {args.data_parallel_size}",
@@ -72,6 +77,19 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
     if args.hidden_dropout:
         lines.append(f"  note: with --hidden-dropout {args.hidden_dropout} losses differ between topologies")
     return lines
+
+
+def _tested_kernel(args: Namespace, runtime: RuntimeInfo) -> AttentionKernel:
+    device = torch.device("cpu") if runtime.device == "cpu" else torch.device("cuda", args.local_rank)
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    query, key = (max(1, heads // args.tensor_model_parallel_size) for heads in (args.num_attention_heads, groups))
+    return checked_kernel(
+        args.csbp_attention_backend,
+        device,
+        args.params_dtype,
+        HeadShape(query, key, args.kv_channels),
+        args.attention_backend.name,
+    )
 
 
 def _traffic_line(args: Namespace, plan: AttentionPlan) -> str:
