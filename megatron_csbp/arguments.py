@@ -102,9 +102,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--csbp-attention-backend",
         choices=BACKENDS,
         default="auto",
-        help="Kernels of the block-diffusion attention. auto is torch on a CPU; on CUDA it is transformer_engine where "
-        "that is installed and --attention-backend leaves its fused attention on, and else torch. The start summary "
-        "says which. The choice is tested before the first step.",
+        help="Kernels of the block-diffusion attention. auto is torch on a CPU; on CUDA it is transformer_engine "
+        "where that is installed and --attention-backend leaves its fused attention on, and else torch. The start "
+        "summary says which. The choice is tested before the first step.",
     )
     add_device_argument(group)
     return parser
