@@ -10,6 +10,7 @@ What is reported stays true: event times are wall-clock times, memory figures ar
 exist on a CPU (temperature, power) raises.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -329,35 +330,33 @@ def _no_memory_history(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-class _Context(contextlib.nullcontext[None]):
+class _StreamContext(contextlib.nullcontext[None]):
     """Stand-in for the context manager that selects a stream."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, stream: Any) -> None:
         super().__init__()
 
 
-class _DeviceContext(_Context):
+class _DeviceContext(contextlib.nullcontext[None]):
     """Stand-in for the context manager that selects a device."""
 
+    def __init__(self, device: Any) -> None:
+        super().__init__()
 
-def _replace_torch_cuda() -> None:
-    stream = Stream()
 
-    def manual_seed(seed: int) -> None:
-        torch.default_generator.manual_seed(int(seed))
-
-    def get_rng_state(device: Any = "cuda") -> torch.Tensor:
-        return torch.default_generator.get_state()
-
-    def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-        torch.default_generator.set_state(new_state)
-
-    random = {
-        "manual_seed": manual_seed,
-        "manual_seed_all": _own_function(manual_seed),
-        "get_rng_state": get_rng_state,
-        "set_rng_state": set_rng_state,
+def _random_functions() -> dict[str, Callable[..., Any]]:
+    """Models draw from PyTorch's CPU generator here, so Megatron's RNG tracker has to move that one."""
+    generator = torch.default_generator
+    return {
+        "manual_seed": lambda seed: generator.manual_seed(int(seed)),
+        "manual_seed_all": lambda seed: generator.manual_seed(int(seed)),
+        "get_rng_state": lambda device="cuda": generator.get_state(),
+        "set_rng_state": lambda new_state, device="cuda": generator.set_state(new_state),
     }
+
+
+def _device_functions() -> dict[str, Callable[..., Any]]:
+    stream = Stream()
     functions: dict[str, Callable[..., Any]] = {
         "_lazy_call": lambda function, **kwargs: function(),
         "memory_allocated": ProcessMemory.resident,
@@ -380,8 +379,16 @@ def _replace_torch_cuda() -> None:
         functions[name] = _nothing
     for name in ("temperature", "power_draw", "utilization", "clock_rate"):
         functions[name] = _no_such_figure
-    objects: dict[str, Any] = {
-        **random,
+    return functions
+
+
+def _replace_torch_cuda() -> None:
+    for name, function in _device_functions().items():
+        setattr(torch.cuda, name, _own_function(function))
+    for name, function in _random_functions().items():
+        setattr(torch.cuda, name, function)
+        setattr(torch.cuda.random, name, function)
+    objects = {
         "default_generators": (torch.default_generator,),
         # These look at their caller, so nothing may stand between.
         "is_available": lambda: _caller_is_megatron(),
@@ -389,15 +396,11 @@ def _replace_torch_cuda() -> None:
         "device_count": lambda: int(_caller_is_megatron()),
         "Stream": Stream,
         "Event": Event,
-        "stream": _Context,
+        "stream": _StreamContext,
         "device": _DeviceContext,
     }
-    for name, function in functions.items():
-        setattr(torch.cuda, name, _own_function(function))
     for name, value in objects.items():
         setattr(torch.cuda, name, value)
-    for name, value in random.items():
-        setattr(torch.cuda.random, name, value)
     for name in ("_record_memory_history", "_snapshot", "_dump_snapshot"):
         setattr(torch.cuda.memory, name, _own_function(_no_memory_history))
     for name in ("range_push", "range_pop", "mark"):
@@ -461,6 +464,16 @@ def _replace_collectives() -> None:
     for name, input_name in (("all_reduce", "tensor"), ("reduce_scatter_tensor", "input")):
         setattr(dist, name, _average_as_sum(getattr(dist, name), input_name))
     dist.all_to_all_single = _listed_splits(dist.all_to_all_single)
+    atexit.register(_leave_groups)
+
+
+def _leave_groups() -> None:
+    """Ends gloo's threads while Python still runs: one that needs Python later aborts the process at its end.
+
+    After an error the groups are left as they are, since ending a thread would wait for ranks that no longer answer.
+    """
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def _no_compile(model: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
