@@ -6,6 +6,7 @@ that works.
 """
 
 from argparse import Namespace
+from pathlib import Path
 
 from megatron_csbp.transformer.layout import length_error, required_multiple, resolve_scheme
 from megatron_csbp.unsupported_features import UNSUPPORTED
@@ -20,6 +21,8 @@ _OWN_FLAGS = (
     "--noise-eps",
     "--block-assignment",
     "--csbp-attention-backend",
+    "--csbp-ledger",
+    "--csbp-timing",
 )
 
 
@@ -47,6 +50,7 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
         check_noise,
         check_unsupported,
         check_position_embedding,
+        check_ledger,
     ):
         rule(args)
     check_dropout(args, given)
@@ -174,6 +178,18 @@ def check_position_embedding(args: Namespace) -> None:
         raise ValueError(
             f"--position-embedding-type {args.position_embedding_type} is not supported with block diffusion; use "
             "rope, yarn, learned_absolute or none."
+        )
+
+
+def check_ledger(args: Namespace) -> None:
+    """The ledger's folder exists: it is opened before training, and nobody makes folders unasked."""
+    if args.csbp_ledger is None:
+        return
+    path = Path(args.csbp_ledger)
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"--csbp-ledger {path} names a folder that does not exist; make {path.parent}, or write into the working "
+            f"directory with --csbp-ledger {path.name}."
         )
 
 

@@ -18,6 +18,8 @@ SCHEDULES = ("log-linear", "square", "sqrt", "log", "cosine")
 BACKENDS = ("auto", "transformer_engine", "torch", "flex")
 DEVICES = ("auto", "cpu", "cuda")
 
+type _Group = ArgumentParser | argparse._ArgumentGroup
+
 
 @dataclass(frozen=True)
 class Change:
@@ -59,6 +61,28 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         default=None,
         help="Token id that stands for a corrupted token. Must lie in the padded vocabulary.",
     )
+    _add_objective_arguments(group)
+    group.add_argument(
+        "--block-assignment",
+        choices=[str(choice) for choice in BlockAssignment],
+        default=str(BlockAssignment.DUAL_END),
+        help="Which chunks a rank owns. dual-end balances the work; contiguous is for ablation.",
+    )
+    group.add_argument(
+        "--csbp-attention-backend",
+        choices=BACKENDS,
+        default="auto",
+        help="Kernels of the block-diffusion attention. auto is torch on a CPU; on CUDA it is transformer_engine "
+        "where that is installed and --attention-backend leaves its fused attention on, and else torch. The start "
+        "summary says which. The choice is tested before the first step.",
+    )
+    add_device_argument(group)
+    _add_measuring_arguments(group)
+    return parser
+
+
+def _add_objective_arguments(group: _Group) -> None:
+    """Add what is trained: the loss, the clean mask that goes with it, and the noise."""
     group.add_argument(
         "--diffusion-objective",
         choices=OBJECTIVES,
@@ -92,25 +116,28 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Chance that a token is corrupted, and its loss weight, as functions of the noise level t.",
     )
     group.add_argument("--noise-eps", type=float, default=1e-3, help="Smallest noise level: t lies in [eps, 1].")
-    group.add_argument(
-        "--block-assignment",
-        choices=[str(choice) for choice in BlockAssignment],
-        default=str(BlockAssignment.DUAL_END),
-        help="Which chunks a rank owns. dual-end balances the work; contiguous is for ablation.",
-    )
-    group.add_argument(
-        "--csbp-attention-backend",
-        choices=BACKENDS,
-        default="auto",
-        help="Kernels of the block-diffusion attention. auto is torch on a CPU; on CUDA it is transformer_engine "
-        "where that is installed and --attention-backend leaves its fused attention on, and else torch. The start "
-        "summary says which. The choice is tested before the first step.",
-    )
-    add_device_argument(group)
-    return parser
 
 
-def add_device_argument(parser: "ArgumentParser | argparse._ArgumentGroup") -> None:
+def _add_measuring_arguments(group: _Group) -> None:
+    """Add what a run measures about itself."""
+    group.add_argument(
+        "--csbp-ledger",
+        metavar="FILE",
+        default=None,
+        help="Append to FILE, for every iteration, a JSON line of the bytes that the attention's collectives moved, "
+        "by layer, copy and pass. Each rank has a file of its own: NAME.rank3.jsonl on rank 3, for NAME.jsonl. The "
+        "run ends with a table of measured bytes against the closed form.",
+    )
+    group.add_argument(
+        "--csbp-timing",
+        action="store_true",
+        help="Log at every --log-interval how long computation stood still for the attention's collectives (timer "
+        "csbp-exposed-communication, over all ranks, also in TensorBoard) and clean tokens per second. On CUDA the "
+        "host then waits for the device once in an iteration.",
+    )
+
+
+def add_device_argument(parser: _Group) -> None:
     """Add `--device`, which the entries read before Megatron is imported."""
     parser.add_argument(
         "--device",

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from megatron_csbp import megatron_compat
 from megatron_csbp.arguments import sequence_layout
+from megatron_csbp.instruments import Instruments
 from megatron_csbp.loss.objectives.interface import LossSums, Objective
 from megatron_csbp.loss.row_losses import LossRowSelection, RowLosses, select_loss_rows
+from megatron_csbp.model_flops import ModelFlops
 from megatron_csbp.transformer.layout import SequenceLayout
 
 _INTEGER_KEYS = ("tokens", "position_ids", "labels", "num_tokens", "num_supervised")
@@ -30,14 +32,20 @@ class BlockDiffusionForwardStep:
     Attributes:
         args: Megatron's arguments.
         objective: what the loss is.
+        instruments: what the run measures about itself, if anything.
     """
 
     args: Namespace
     objective: Objective
+    instruments: Instruments | None = None
 
     @cached_property
     def _layout(self) -> SequenceLayout:
         return sequence_layout(self.args, megatron_compat.context_parallel_rank())
+
+    @cached_property
+    def _flops(self) -> ModelFlops:
+        return ModelFlops(self.args)
 
     @cached_property
     def _is_corrupted_S(self) -> Tensor:
@@ -57,11 +65,17 @@ class BlockDiffusionForwardStep:
             The stage's output and the loss function for the schedule.
         """
         assert not return_schedule_plan, "--overlap-moe-expert-parallel-comm is refused at start"
+        if self.instruments is not None:
+            self.instruments.before_micro_batch(model, self.args)
         with megatron_compat.batch_timer():
             batch = self._next_batch(data_iterator, model)
         if batch is None:
+            if model.training:
+                self._flops.count_micro_batch(model, loss_rows=0)
             return model(None, None, None), None
         selection = select_loss_rows(batch["labels"], batch["loss_weights"], self._is_corrupted_S)
+        if model.training:
+            self._flops.count_micro_batch(model, selection.rows_R.numel())
         excluded = self.args.mask_token_id if self.objective.excludes_mask_logit else None
         output = model(
             batch["tokens"],

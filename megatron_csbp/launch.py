@@ -108,14 +108,17 @@ def _pretrain(stock: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         from megatron_csbp import arguments, training_setup
+        from megatron_csbp.instruments import closing
 
         args = get_args()
         if not arguments.is_block_diffusion(args):
             return stock(*positional, **keywords)
         call = inspect.signature(stock).bind(*positional, **keywords)
         call.arguments["train_valid_test_dataset_provider"] = training_setup.datasets_provider(args)
-        call.arguments["forward_step_func"] = training_setup.forward_step_from_args(args)
-        return stock(*call.args, **call.kwargs)
+        forward_step = training_setup.forward_step_from_args(args)
+        call.arguments["forward_step_func"] = forward_step
+        with closing(forward_step.instruments):
+            return stock(*call.args, **call.kwargs)
 
     return pretrain
 

@@ -93,6 +93,19 @@ REQUIRED_SYMBOLS: list[RequiredSymbol] = [
         "sequence parallelism with the local spec",
         ("config", "spec", "vp_stage", "pp_rank"),
     ),
+    RequiredSymbol(
+        "megatron.core.model_parallel_config.ModelParallelConfig.finalize_model_grads_func", "the end of an iteration"
+    ),
+    RequiredSymbol(
+        "megatron.training.training.update_seqlen_stats_from_cu_seqlens", "the FLOPs report", ("cu_seqlens",)
+    ),
+    RequiredSymbol(
+        "megatron.training.training.num_floating_point_operations",
+        "the FLOPs report",
+        ("args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"),
+    ),
+    RequiredSymbol("megatron.core.timers.Timer.set_elapsed", "--csbp-timing", ("value",)),
+    RequiredSymbol("megatron.core.timers.Timer.active_time", "--csbp-timing"),
 ]
 
 

@@ -33,17 +33,22 @@ def main() -> None:
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
+    from megatron_csbp.instruments import closing
+
     set_startup_timestamps(program_start=_PROGRAM_START_TIME, main_entry=main_entry_time)
     pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     if is_block_diffusion(args):
         model_config = training_setup.model_config_from_args(args)
         provider = training_setup.datasets_provider(args)
         forward_step: Any = training_setup.forward_step_from_args(args)
+        run = closing(forward_step.instruments)
     else:
         model_config = gpt_config_from_args(args)
         provider, forward_step = autoregressive.datasets_provider, autoregressive.forward_step
+        run = closing(None)
     container = pretrain_cfg_container_from_args(args, model_config)
-    pretrain(container, provider, ModelType.encoder_or_decoder, forward_step, store=store)
+    with run:
+        pretrain(container, provider, ModelType.encoder_or_decoder, forward_step, store=store)
 
 
 if __name__ == "__main__":

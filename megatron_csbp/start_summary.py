@@ -10,6 +10,8 @@ import torch
 from megatron_csbp import megatron_compat
 from megatron_csbp.arguments import Change, is_block_diffusion, sequence_layout
 from megatron_csbp.cpu_runtime import RuntimeInfo
+from megatron_csbp.model_flops import ModelFlops
+from megatron_csbp.traffic_report import unit_bytes
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.kernels import AttentionKernel, HeadShape, checked_kernel
 from megatron_csbp.transformer.layout import Stream
@@ -74,6 +76,7 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
     if layout.group_size > _MAX_RANKS_SHOWN:
         lines.append(f"    ... and so on ({layout.assignment})")
     lines.append(_traffic_line(args, plan))
+    lines.append(_flops_line(args))
     if args.hidden_dropout:
         lines.append(f"  note: with --hidden-dropout {args.hidden_dropout} losses differ between topologies")
     return lines
@@ -93,18 +96,21 @@ def _tested_kernel(args: Namespace, runtime: RuntimeInfo) -> AttentionKernel:
 
 
 def _traffic_line(args: Namespace, plan: AttentionPlan) -> str:
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    heads = max(1, groups // args.tensor_model_parallel_size)
-    itemsize = torch.empty(0, dtype=args.params_dtype).element_size()
-    per_stream = {
-        stream: plan.remote_bytes(stream, heads, args.kv_channels, itemsize, args.micro_batch_size)
-        for stream in Stream
-    }
+    per_stream = {stream: unit_bytes(args, plan, stream) for stream in Stream}
     total = 3 * sum(per_stream.values())
     return (
         f"  attention traffic per layer, rank and micro-batch: {total / 2**20:.2f} MiB from other ranks (keys and "
         "values in forward and again in backward, their gradients once; corrupted copy: "
         f"{3 * per_stream[Stream.CORRUPTED]} bytes)"
+    )
+
+
+def _flops_line(args: Namespace) -> str:
+    counted, stock = ModelFlops(args).per_sequence()
+    return (
+        f"  FLOPs report: {counted / 1e12:.4g} TFLOP per sequence, for the pairs that the mask allows, plus the "
+        "logits of rows with loss (Megatron's own formula takes both copies for one causal sequence: "
+        f"{stock / 1e12:.4g} TFLOP, plus the logits of all rows)"
     )
 
 

@@ -22,6 +22,7 @@ from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.data.datasets import build_train_valid_test_datasets
 from megatron_csbp.data.validation import validate_data_files
 from megatron_csbp.forward_step import BlockDiffusionForwardStep
+from megatron_csbp.instruments import instruments_from_args
 from megatron_csbp.loss.objectives import Objective, ObjectiveConfig, build_objective
 from megatron_csbp.model import BlockDiffusionModelConfig
 from megatron_csbp.runtime_arguments import adapt_to_runtime
@@ -128,4 +129,4 @@ def datasets_provider(args: Namespace) -> Callable[..., Any]:
 
 def forward_step_from_args(args: Namespace) -> BlockDiffusionForwardStep:
     """Return the `forward_step_func` of the flags' objective."""
-    return BlockDiffusionForwardStep(args, objective_from_args(args))
+    return BlockDiffusionForwardStep(args, objective_from_args(args), instruments_from_args(args))

@@ -69,13 +69,13 @@ class StreamClock:
             return 0.0
         self._used[-1].synchronize()
         pairs = zip(self._used[::2], self._used[1::2], strict=True)
-        milliseconds = sum(before.elapsed_time(after) for before, after in pairs)
+        milliseconds: float = sum(before.elapsed_time(after) for before, after in pairs)
         self._free.extend(self._used)
         self._used.clear()
         return milliseconds / 1000.0
 
     def _record(self) -> None:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._used.append(event)
 

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run measures about itself on request: bytes moved and exposed communication, by iteration.
+
+The forward step owns the instruments and tells them of every micro-batch; Megatron's hook at the end of the backward
+pass tells them that an iteration is over. Without `--csbp-ledger` and `--csbp-timing` there are none.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_csbp import megatron_compat, megatron_reporting
+from megatron_csbp.timing_report import TimingReport
+from megatron_csbp.traffic_report import TrafficReport
+from megatron_csbp.transformer.core_attention import CSBPCoreAttention
+
+
+@dataclass
+class Instruments:
+    """The measurements of one rank.
+
+    Attributes:
+        traffic: the byte ledger, with `--csbp-ledger`.
+        timing: the clock, with `--csbp-timing`.
+    """
+
+    traffic: TrafficReport | None
+    timing: TimingReport | None
+    _chunks: dict[int, list[CSBPCoreAttention]] = field(default_factory=dict)
+    _hooked: bool = False
+
+    def before_micro_batch(self, model: Any, args: Namespace) -> None:
+        """Tell the instruments that a stage is about to run one micro-batch forward.
+
+        Args:
+            model: the (wrapped) GPT stage.
+            args: Megatron's arguments.
+        """
+        layers = self._chunks.get(id(model))
+        if layers is None:
+            layers = self._chunks[id(model)] = self._attach(model)
+        if model.training and not self._hooked:  # the chunks of a rank share one config
+            megatron_reporting.call_after_backward(model, self._end_iteration)
+            self._hooked = True
+        if self.traffic is not None:
+            self.traffic.expect_micro_batch([(a.layer_number, a.plan) for a in layers], args, training=model.training)
+
+    def _attach(self, model: Any) -> list[CSBPCoreAttention]:
+        """Hand the ledger and the clock to every attention layer of a stage."""
+        layers = [module for module in model.modules() if isinstance(module, CSBPCoreAttention)]
+        for layer in layers:
+            layer.observe(
+                None if self.traffic is None else self.traffic.ledger,
+                None if self.timing is None else self.timing.clock,
+            )
+        return layers
+
+    def _end_iteration(self) -> None:
+        """Close the accounts of one training iteration; runs at the same point on every rank."""
+        args = megatron_reporting.arguments()
+        if self.traffic is not None:
+            self.traffic.end_iteration(args.curr_iteration + 1)
+        if self.timing is not None:
+            self.timing.end_iteration(args)
+
+    def close(self) -> None:
+        """End the run: write what is left, and print the table of the ledger."""
+        if self.traffic is not None:
+            self.traffic.close()
+
+
+@contextmanager
+def closing(instruments: Instruments | None) -> Iterator[None]:
+    """Close the instruments after a run that ended as it should, also by `sys.exit`; one that failed gets no table."""
+    try:
+        yield
+    except SystemExit as leaving:
+        if instruments is not None and not leaving.code:
+            instruments.close()
+        raise
+    if instruments is not None:
+        instruments.close()
+
+
+def instruments_from_args(args: Namespace) -> Instruments | None:
+    """Return the instruments that the flags ask for, or None."""
+    if args.csbp_ledger is None and not args.csbp_timing:
+        return None
+    return Instruments(
+        TrafficReport(args.csbp_ledger, args.rank) if args.csbp_ledger is not None else None,
+        TimingReport(megatron_compat.current_device()) if args.csbp_timing else None,
+    )

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--csbp-ledger`: JSON lines of what each iteration moved, and the table against the closed form at the end.
+
+Each rank appends to a file of its own, `NAME.rank3.jsonl` for `--csbp-ledger NAME.jsonl` on rank 3. A line holds
+
+    {"iteration": 1, "phase": "train", "rank": 3, "forward_steps": 2, "payload_bytes": ..., "remote_bytes": ...,
+     "transfers": [{"layer": 1, "tensors": "clean K/V", "collective": "gather", "direction": "forward",
+                    "exchanges": 2, "payload_bytes": ..., "remote_bytes": ...}, ...]}
+
+`payload_bytes` counts all ranks' shares of the buffers, `remote_bytes` what other ranks sent to this one. `phase` is
+`train`, or `evaluate` for the validation that ran since the line before.
+"""
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_csbp.transformer.attention_plan import AttentionPlan
+from megatron_csbp.transformer.layout import Stream
+from megatron_csbp.transformer.traffic_ledger import (
+    Collective,
+    Direction,
+    TrafficLedger,
+    Transfer,
+    Volume,
+    Volumes,
+    total,
+)
+
+# What one layer exchanges for one micro-batch. With recomputation the second gather is that of the repeated forward
+# pass, whose keys the backward pass then uses: the number is the same.
+TRAINING = (
+    (Collective.GATHER, Direction.FORWARD),
+    (Collective.GATHER, Direction.BACKWARD),
+    (Collective.REDUCE_SCATTER, Direction.BACKWARD),
+)
+EVALUATION = TRAINING[:1]
+
+
+def unit_bytes(args: Namespace, plan: AttentionPlan, stream: Stream) -> int:
+    """Return the closed form of the bytes that one exchange of one copy brings to this rank from others.
+
+    Args:
+        args: Megatron's validated arguments.
+        plan: the rank's plan.
+        stream: the copy.
+    """
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    heads = max(1, groups // args.tensor_model_parallel_size)
+    return plan.remote_bytes(stream, heads, args.kv_channels, args.params_dtype.itemsize, args.micro_batch_size)
+
+
+def closed_form(args: Namespace, plan: AttentionPlan, layer: int, *, training: bool) -> Volumes:
+    """Return what one layer has to exchange for one micro-batch.
+
+    Args:
+        args: Megatron's validated arguments.
+        plan: the rank's plan.
+        layer: number of the layer, from 1.
+        training: whether a backward pass follows.
+    """
+    volumes: Volumes = {}
+    for stream in plan.exchanged_streams:
+        remote = unit_bytes(args, plan, stream)
+        volume = Volume(1, remote * plan.layout.group_size // (plan.layout.group_size - 1), remote)
+        for collective, direction in TRAINING if training else EVALUATION:
+            volumes[Transfer(layer, stream, collective, direction)] = volume
+    return volumes
+
+
+class TrafficReport:
+    """Collects the ledger of one rank, writes it by iteration, and compares it with the closed form.
+
+    Attributes:
+        ledger: where the exchanges enter what they move.
+    """
+
+    def __init__(self, path: str, rank: int) -> None:
+        """Open this rank's file.
+
+        Args:
+            path: value of `--csbp-ledger`.
+            rank: global rank.
+        """
+        self.ledger = TrafficLedger()
+        self._rank = rank
+        self._file = ledger_path(path, rank).open("a", encoding="ascii")
+        self._measured, self._expected = TrafficLedger(), TrafficLedger()
+        self._training = True
+        self._forward_steps = 0
+        self._iterations = 0
+        self._iteration = 0
+
+    def expect_micro_batch(
+        self, layers: Sequence[tuple[int, AttentionPlan]], args: Namespace, *, training: bool
+    ) -> None:
+        """Enter what a stage has to exchange for the micro-batch that it is about to run.
+
+        Args:
+            layers: number and plan of each attention layer.
+            args: Megatron's validated arguments.
+            training: whether a backward pass follows.
+        """
+        if (
+            training != self._training
+        ):  # validation has begun or is over; a training iteration has been written by then
+            self._write("train" if self._training else "evaluate")
+            self._training = training
+        self._iteration = args.curr_iteration + 1
+        self._forward_steps += 1
+        for layer, plan in layers:
+            for transfer, volume in closed_form(args, plan, layer, training=training).items():
+                self._expected.add(transfer, volume)
+
+    def end_iteration(self, iteration: int) -> None:
+        """Write the line of a training iteration that is over.
+
+        Args:
+            iteration: its number, from 1 as in Megatron's log.
+        """
+        self._iteration = iteration
+        self._iterations += 1
+        self._write("train")
+
+    def close(self) -> None:
+        """Write what is left, close the file, and print the table on rank 0, and wherever the two disagree."""
+        self._write("train" if self._training else "evaluate")
+        self._file.close()
+        if self._rank == 0 or not self.agrees:
+            print("\n".join(self.table()), flush=True)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every layer has moved in each pass exactly what the closed form says."""
+        return self._measured.volumes == self._expected.volumes
+
+    def table(self) -> list[str]:
+        """Return the lines of the table: measured against closed form, in bytes from other ranks, by kind."""
+        title = f"---------------- csbp traffic of rank {self._rank}, {self._iterations} training iterations"
+        lines = [f"{title} ----------------"]
+        transfers = sorted(self._measured.volumes | self._expected.volumes, key=_in_order_of_time)
+        kinds = dict.fromkeys((transfer.tensors, transfer.direction) for transfer in transfers)
+        row = "  {:<18} {:<10} {:>10} {:>20} {:>20}".format
+        lines.append(row("tensors", "pass", "exchanges", "measured bytes", "closed form bytes"))
+        for kind in kinds:
+            measured, expected = _of_kind(self._measured.volumes, kind), _of_kind(self._expected.volumes, kind)
+            lines.append(row(*kind, measured.exchanges, f"{measured.remote_bytes:,}", f"{expected.remote_bytes:,}"))
+        if not kinds:
+            lines.append("  nothing is exchanged")
+        layers = len({transfer.layer for transfer in self._expected.volumes})
+        lines.append(
+            "  closed form: (P-1)/P x L x 2 x K x D x itemsize x micro-batch size for each gather or reduce-scatter "
+            f"of one copy; {layers} exchanging layers on this rank"
+        )
+        verdict = "agree exactly" if self.agrees else "DISAGREE"
+        lines.append(f"  measured and closed form {verdict}, layer by layer, in exchanges and in bytes")
+        lines.append("-" * len(lines[0]))
+        return lines
+
+    def _write(self, phase: str) -> None:
+        """Write a line of what the ledger holds, if anything ran since the last one."""
+        if not self._forward_steps:
+            return
+        volumes = self.ledger.take()
+        moved = total(volumes.values())
+        line = {
+            "iteration": self._iteration,
+            "phase": phase,
+            "rank": self._rank,
+            "forward_steps": self._forward_steps,
+            "payload_bytes": moved.payload_bytes,
+            "remote_bytes": moved.remote_bytes,
+            "transfers": [
+                _as_json(transfer, volumes[transfer]) for transfer in sorted(volumes, key=_in_order_of_time)
+            ],
+        }
+        print(json.dumps(line), file=self._file, flush=True)
+        self._forward_steps = 0
+        for transfer, volume in volumes.items():
+            self._measured.add(transfer, volume)
+
+
+def ledger_path(path: str, rank: int) -> Path:
+    """Return the file of one rank: `NAME.rank3.jsonl` for `NAME.jsonl` and rank 3."""
+    name = Path(path)
+    return name.with_name(f"{name.stem}.rank{rank}{name.suffix}")
+
+
+def _in_order_of_time(transfer: Transfer) -> tuple[object, ...]:
+    return transfer.layer, transfer.direction is Direction.BACKWARD, transfer.collective, transfer.stream
+
+
+def _of_kind(volumes: Volumes, kind: tuple[str, Direction]) -> Volume:
+    """Return the sum over layers of one row of the table."""
+    return total(volume for transfer, volume in volumes.items() if (transfer.tensors, transfer.direction) == kind)
+
+
+def _as_json(transfer: Transfer, volume: Volume) -> dict[str, Any]:
+    return {
+        "layer": transfer.layer,
+        "tensors": transfer.tensors,
+        "collective": transfer.collective,
+        "direction": transfer.direction,
+        "exchanges": volume.exchanges,
+        "payload_bytes": volume.payload_bytes,
+        "remote_bytes": volume.remote_bytes,
+    }
