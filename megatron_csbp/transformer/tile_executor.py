@@ -88,7 +88,8 @@ class TileExecutor:
             merged: results to write, in the accumulation dtype; what they held is overwritten.
         """
         if isinstance(self.kernel, LocalKernel):
-            out_SBND, lse_SBN = self.kernel.forward_local(query_SBND, *local, plan=plan, scale=self.scale)
+            with annotate("forward", "local tiles"):
+                out_SBND, lse_SBN = self.kernel.forward_local(query_SBND, *local, plan=plan, scale=self.scale)
             merged.out.copy_(out_SBND)
             merged.lse.copy_(lse_SBN)
             return
@@ -103,9 +104,10 @@ class TileExecutor:
         The rest can run beside the reduce-scatter. Nothing is left if the kernel computes all tiles in one call.
         """
         if isinstance(self.kernel, LocalKernel):
-            grads = self.kernel.backward_local(
-                queries.grad_out, queries.query, *local, *queries.merged, plan=plan, scale=self.scale
-            )
+            with annotate("backward", "local tiles"):
+                grads = self.kernel.backward_local(
+                    queries.grad_out, queries.query, *local, *queries.merged, plan=plan, scale=self.scale
+                )
             for total, share in zip((grad_query_SBND, *local_grads), grads, strict=True):
                 total.add_(share)
             return ()
