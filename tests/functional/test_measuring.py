@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What whole runs report of themselves: the byte ledger, exposed communication, and Megatron's FLOPs."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from megatron.core import dist_checkpointing
+
+from tests.functional.model_flags import BLOCK_DIFFUSION, DEEP, iterations, words
+from tests.support.megatron_run import Finished, Ranks
+
+SEQUENCE_LENGTH = 64
+ITERATIONS = 3
+MODEL = [*DEEP, *BLOCK_DIFFUSION, *words("--clean-attention token-causal --log-throughput")]
+UNIT = SEQUENCE_LENGTH // 2 * 2 * 2 * 16 * 4
+"""Bytes that one exchange of one copy brings to a rank of two: half of the rows, K and V of 2 heads of 16, fp32."""
+MICRO_BATCHES = 4
+TOPOLOGIES = {
+    "one rank": (1, ""),
+    "cp2": (2, "--context-parallel-size 2"),
+    "interleaved pp2 x csbp2 with recomputation": (
+        4,
+        "--context-parallel-size 2 --bp-size 2 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run, the ledger of each of its ranks, and the operations that Megatron counted."""
+
+    run: Finished
+    ledgers: list[list[dict[str, Any]]]
+    operations: float
+
+
+@pytest.fixture(scope="module")
+def measured(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Measured]:
+    """Train each topology once."""
+    known: dict[str, Measured] = {}
+
+    def train(name: str) -> Measured:
+        if name not in known:
+            (world_size, flags), folder = TOPOLOGIES[name], tmp_path_factory.mktemp("measured")
+            measuring = ["--csbp-ledger", str(folder / "ledger.jsonl"), "--csbp-timing", "--save", str(folder)]
+            length = iterations(ITERATIONS, evaluate=True)
+            run = ranks.train([*MODEL, *words(flags), *length, *measuring], world_size).check()
+            ledgers = [
+                [json.loads(line) for line in (folder / f"ledger.rank{rank}.jsonl").read_text().splitlines()]
+                for rank in range(world_size)
+            ]
+            state = dist_checkpointing.load_common_state_dict(str(folder / f"iter_{ITERATIONS:07d}"))
+            known[name] = Measured(run, ledgers, state["num_floating_point_operations_so_far"])
+        return known[name]
+
+    return train
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_the_ledger_agrees_with_the_closed_form(name: str, measured: Callable[[str], Measured]) -> None:
+    output = measured(name).run.output
+    assert output.count("measured and closed form agree exactly") == 1, "rank 0 says so, and no rank says otherwise"
+    assert ("nothing is exchanged" in output) == (name == "one rank")
+
+
+@pytest.mark.parametrize(
+    "name, layers, copies",
+    [
+        ("one rank", 0, []),
+        ("cp2", 4, ["clean", "corrupted"]),
+        ("interleaved pp2 x csbp2 with recomputation", 2, ["clean"]),
+    ],
+)
+def test_every_rank_has_a_line_of_every_iteration_with_the_bytes_of_the_formula(
+    name: str, layers: int, copies: list[str], measured: Callable[[str], Measured]
+) -> None:
+    once = layers * MICRO_BATCHES * UNIT
+    for rank, lines in enumerate(measured(name).ledgers):
+        assert [(line["iteration"], line["phase"]) for line in lines] == [
+            *((iteration, "train") for iteration in range(1, ITERATIONS + 1)),
+            (ITERATIONS, "evaluate"),
+        ]
+        assert {line["rank"] for line in lines} == {rank}
+        for line in lines[:ITERATIONS]:
+            moved: Counter[str] = Counter()
+            for transfer in line["transfers"]:
+                moved[transfer["tensors"]] += transfer["remote_bytes"]
+            assert moved == {f"{copy} K/V": 2 * once for copy in copies} | {f"{copy} dK/dV": once for copy in copies}
+            assert len({transfer["layer"] for transfer in line["transfers"]}) == (layers if copies else 0)
+            assert line["remote_bytes"] == 3 * once * len(copies)
+
+
+def test_megatron_counts_the_same_operations_in_every_topology(measured: Callable[[str], Measured]) -> None:
+    operations = [measured(name).operations for name in TOPOLOGIES]
+    assert operations == [pytest.approx(operations[0], rel=1e-9)] * len(TOPOLOGIES)
+    # Layers and pairs alone, with no logits and with those of all corrupted rows.
+    rows, pairs = 2 * SEQUENCE_LENGTH, 8 * 64 + (64 * 64 - 8 * 64) // 2 + 64 * 65 // 2
+    layer = rows * 6 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128) + pairs * 12 * 64
+    least = ITERATIONS * MICRO_BATCHES * 4 * layer
+    assert least < operations[0] < least + ITERATIONS * MICRO_BATCHES * SEQUENCE_LENGTH * 6 * 64 * 192
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_exposed_communication_and_clean_tokens_per_second_are_logged(
+    name: str, measured: Callable[[str], Measured]
+) -> None:
+    output = measured(name).run.output
+    rates = re.findall(r"\[csbp\] iteration (\d) \| clean tokens per second: ([\d.]+)", output)
+    assert [int(iteration) for iteration, _ in rates] == list(range(2, ITERATIONS + 1))
+    times = [
+        float(time) for time in re.findall(r"iteration +\d+/.* elapsed time per iteration \(ms\): ([\d.]+)", output)
+    ]
+    tokens = MICRO_BATCHES * SEQUENCE_LENGTH
+    for (_, rate), milliseconds in zip(rates, times[1:], strict=True):
+        # Both count an iteration, from its middle to the next one's and from start to end.
+        assert 0.2 < float(rate) * milliseconds / 1000 / tokens < 5
+    exposed = output.count("csbp-exposed-communication ..")
+    assert exposed == (0 if name == "one rank" else ITERATIONS)
