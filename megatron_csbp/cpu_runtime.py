@@ -32,6 +32,8 @@ import torch.distributed as dist
 import torch.utils.data
 from torch.overrides import TorchFunctionMode
 
+from megatron_csbp.torch_adam import correct_distributed_optimizer_when_imported
+
 # GPU-only packages that Megatron imports when it finds them; their kernels cannot run here.
 GPU_PACKAGES = (
     "transformer_engine",
@@ -525,6 +527,7 @@ def _install_cpu(reason: str) -> RuntimeInfo:
     _replace_torch_cuda()
     _replace_collectives()
     _replace_data_loader()
+    correct_distributed_optimizer_when_imported()
     torch.compile = _no_compile
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_drop_rng_warning)
     mode.__enter__()  # type: ignore[no-untyped-call]  # for the rest of the process

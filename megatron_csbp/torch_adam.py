@@ -13,15 +13,43 @@ before its first step and counts its steps in a tensor of each parameter's state
 """
 
 import functools
-import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 import torch
 
+_MODULE = "megatron.core.optimizer.distrib_optimizer"
 
-def make_torch_adam_resumable() -> None:
-    """Corrects these places in Megatron's ``DistributedOptimizer``; does nothing where it has a fused Adam."""
-    module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+
+def correct_distributed_optimizer_when_imported() -> None:
+    """Arranges that Megatron's distributed optimizer is corrected as soon as it is imported."""
+    sys.meta_path.insert(0, _Importer())
+
+
+class _Importer(MetaPathFinder):
+    """Finds one module as usual and corrects it after it has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == _MODULE else None
+        if spec is not None and spec.loader is not None:
+            run_module = spec.loader.exec_module
+
+            def run_and_correct(module: ModuleType) -> None:
+                run_module(module)
+                correct_distributed_optimizer(module)
+
+            spec.loader.exec_module = run_and_correct  # type: ignore[method-assign]
+        return spec
+
+
+def correct_distributed_optimizer(module: Any) -> None:
+    """Corrects the places above in ``DistributedOptimizer``; does nothing where Megatron has a fused Adam."""
     cls = module.DistributedOptimizer
     if module.HAVE_APEX_OR_TE or hasattr(cls.load_state_dict, "__wrapped__"):
         return
