@@ -32,8 +32,9 @@ class FlexKernel(TorchCudaKernel):
         self, query_SBND: Tensor, key_SBKD: Tensor, value_SBKD: Tensor, *, plan: AttentionPlan, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `LocalKernel.forward_local`."""
-        with torch.no_grad():
-            return _attend(query_SBND, key_SBKD, value_SBKD, plan, scale)
+        # As backward does it, gradients and all, or else it would be compiled twice.
+        _, out_SBND, lse_SBN = _attend(query_SBND, key_SBKD, value_SBKD, plan, scale)
+        return out_SBND.detach(), lse_SBN.detach()
 
     def backward_local(
         self,
@@ -54,9 +55,7 @@ class FlexKernel(TorchCudaKernel):
         they are w x grad_out and w x <grad_out, local output - out>; with them its backward yields exactly the local
         share. The local forward is computed again for it rather than kept: it is 1/(2P) of the layer's.
         """
-        with torch.enable_grad():
-            inputs = [tensor.detach().requires_grad_() for tensor in (query_SBND, key_SBKD, value_SBKD)]
-            local_out_SBND, local_lse_SBN = _attend(inputs[0], inputs[1], inputs[2], plan, scale)
+        inputs, local_out_SBND, local_lse_SBN = _attend(query_SBND, key_SBKD, value_SBKD, plan, scale)
         weight_SBN = torch.exp(local_lse_SBN.detach() - lse_SBN.to(local_lse_SBN.dtype))
         difference_SBND = local_out_SBND.detach().to(weight_SBN.dtype) - out_SBND
         grad_local_lse_SBN = weight_SBN * (grad_out_SBND * difference_SBND).sum(-1)
@@ -69,15 +68,16 @@ class FlexKernel(TorchCudaKernel):
 
 def _attend(
     query_SBND: Tensor, key_SBKD: Tensor, value_SBKD: Tensor, plan: AttentionPlan, scale: float
-) -> tuple[Tensor, Tensor]:
-    query_BNSD, key_BKSD, value_BKSD = (t.permute(1, 2, 0, 3) for t in (query_SBND, key_SBKD, value_SBKD))
-    out_BNSD, aux = compiled_flex_attention()(
-        query_BNSD,
-        key_BKSD,
-        value_BKSD,
-        block_mask=local_block_mask(plan.layout, plan.clean_attention, query_SBND.device),
-        scale=scale,
-        enable_gqa=query_SBND.shape[2] != key_SBKD.shape[2],
-        return_aux=AuxRequest(lse=True),
-    )
-    return out_BNSD.permute(2, 0, 1, 3), aux.lse.permute(2, 0, 1)
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return inputs that need a gradient, and output [S, B, N, D] and log-sum-exp [S, B, N] as functions of them."""
+    block_mask = local_block_mask(plan.layout, plan.clean_attention, query_SBND.device)
+    with torch.enable_grad():
+        inputs = [tensor.detach().requires_grad_() for tensor in (query_SBND, key_SBKD, value_SBKD)]
+        out_BNSD, aux = compiled_flex_attention()(
+            *(tensor.permute(1, 2, 0, 3) for tensor in inputs),
+            block_mask=block_mask,
+            scale=scale,
+            enable_gqa=query_SBND.shape[2] != key_SBKD.shape[2],
+            return_aux=AuxRequest(lse=True),
+        )
+        return inputs, out_BNSD.permute(2, 0, 1, 3), aux.lse.permute(2, 0, 1)

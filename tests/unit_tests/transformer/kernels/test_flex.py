@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as flex_module
 
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
@@ -147,6 +148,22 @@ def test_one_call_gives_the_local_tiles_and_their_share_of_the_gradients(
     got = FlexKernel().backward_local(grad_out, query, *local, *merged, plan=plan, scale=SCALE)
     for name, ours, theirs in zip(("dq", "dk", "dv"), got, grads, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_it_is_compiled_once_for_each_shape_whatever_rank_mask_and_pass(
+    uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = CompileCounter()
+    counted = torch.compile(flex_module.flex_attention, backend=counter, dynamic=False, fullgraph=True)
+    monkeypatch.setattr(flex, "compiled_flex_attention", lambda: counted)
+    kernel, compiled = FlexKernel(), []
+    for blocks, clean, rank in itertools.product((3, 4), CleanAttention, (0, 1)):
+        plan = Case(group_size=2, block_size=4, blocks_per_chunk=blocks, clean_attention=clean).plan(rank)
+        grad_out, query, local = problem(plan.layout.num_rows)
+        merged = kernel.forward_local(query, *local, plan=plan, scale=SCALE)
+        kernel.backward_local(grad_out, query, *local, *merged, plan=plan, scale=SCALE)
+        compiled.append(counter.frame_count)
+    assert compiled == [1] * 4 + [2] * 4
 
 
 def test_only_flex_computes_local_tiles_at_once() -> None:
