@@ -36,6 +36,10 @@ install: $(INSTALLED) ## Make .venv and install the package with its test and pl
 demo: $(INSTALLED) ## Train a small model with CSBP on two ranks of this machine and check it against one rank
 	$(BIN)/python examples/demo/run.py
 
+.PHONY: bench
+bench: $(INSTALLED) ## Measure CP, BP and CSBP side by side and regenerate benchmarks/RESULTS.md (root: slow links, wire counters)
+	$(BIN)/python -m benchmarks.run
+
 .PHONY: test
 test: lint $(INSTALLED) ## Run every check: lint, types, unit tests, functional tests
 	$(BIN)/python -m pytest tests/unit_tests tests/functional

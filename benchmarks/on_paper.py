@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What needs no network and no clock: memory and useful work of one attention layer, and the planner at cluster sizes.
+
+The real attention runs on tensors without data (meta tensors) in a group without other ranks, so any size fits.
+
+Shapes: G independent problems of one tile, T rows, U keys, N query heads, D head dim.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.links import ACROSS_NODES, H200_ATTENTION_FLOPS, NVLINK
+from benchmarks.stack import BP, CP, CSBP, CSBP_CONTIGUOUS, Variant
+from megatron_csbp.dry_run import attention_step, fake_group
+from megatron_csbp.flops import attention_work
+from megatron_csbp.memory_meter import AllocationMeter, SavedActivations
+from megatron_csbp.plan_report import MODELS, PlanRow, plan_rows
+from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention, allowed_pairs
+from megatron_csbp.transformer.kernels.interface import AttentionKernel
+from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
+from megatron_csbp.transformer.layout import SequenceLayout
+
+MODEL = "nemotron-14b"
+BLOCK_SIZE = 32
+MEMORY_GROUP_SIZE = 8
+WORK_GROUP_SIZE = 4
+SQUARE_LENGTH = 32_768
+"""From here on a tensor with L x L elements can only be one of scores or of a mask, and there may be none."""
+
+
+def layout_of(variant: Variant, sequence_length: int, group_size: int, rank: int) -> SequenceLayout:
+    """Return one rank's layout."""
+    return SequenceLayout(
+        sequence_length=sequence_length,
+        block_size=BLOCK_SIZE,
+        group_size=group_size,
+        rank=rank,
+        scheme=variant.scheme,
+        assignment=variant.assignment,
+    )
+
+
+def measure_memory(lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Return what one attention layer of the last rank saves and allocates, in bf16, for each length and scheme.
+
+    Raises:
+        RuntimeError: a tensor has L x L elements.
+    """
+    rows = []
+    for length in lengths:
+        for variant in (CP, BP, CSBP):
+            layout = layout_of(variant, length, MEMORY_GROUP_SIZE, MEMORY_GROUP_SIZE - 1)
+            plan = AttentionPlan(layout, CleanAttention.BLOCK_CAUSAL)
+            with fake_group(MEMORY_GROUP_SIZE, layout.rank) as group:
+                step = attention_step(plan, MODELS[MODEL], group)
+                with SavedActivations() as saved, AllocationMeter() as meter:
+                    step()
+            if length >= SQUARE_LENGTH and meter.largest_elements >= length**2:
+                raise RuntimeError(f"{variant.name}, L = {length}: a tensor has {meter.largest_elements} elements")
+            rows.append(
+                {
+                    "sequence_length": length,
+                    "variant": variant.name,
+                    "saved_bytes": saved.total_bytes,
+                    "peak_bytes": meter.peak_bytes,
+                    "largest_elements": meter.largest_elements,
+                }
+            )
+    return rows
+
+
+@dataclass
+class PairCounter:
+    """Counts the pairs of the kernel calls that really happen, from their shapes.
+
+    Attributes:
+        inner: the kernel.
+        pairs: query-key pairs of the forward calls, for one head.
+    """
+
+    inner: AttentionKernel = field(default_factory=TorchCpuKernel)
+    pairs: int = 0
+    name: str = "counting"
+
+    def forward(self, *tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See `AttentionKernel.forward`."""
+        (problems, rows), keys = tensors[0].shape[:2], tensors[1].shape[1]
+        self.pairs += problems * (rows * (rows + 1) // 2 if causal else rows * keys)
+        return self.inner.forward(*tensors, causal=causal, scale=scale)
+
+    def backward(self, *tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AttentionKernel.backward`."""
+        return self.inner.backward(*tensors, causal=causal, scale=scale)
+
+
+def measure_useful_work(blocks_per_chunk: Sequence[int]) -> list[dict[str, Any]]:
+    """Return pairs computed over pairs allowed, and the balance between ranks, for each scheme and clean mask."""
+    rows = []
+    for blocks in blocks_per_chunk:
+        length = 2 * WORK_GROUP_SIZE * blocks * BLOCK_SIZE
+        for clean_attention in CleanAttention:
+            for variant in (CP, BP, CSBP, CSBP_CONTIGUOUS):
+                pairs = [_executed_pairs(variant, length, rank, clean_attention) for rank in range(WORK_GROUP_SIZE)]
+                planned = attention_work(layout_of(variant, length, WORK_GROUP_SIZE, 0), clean_attention).pairs
+                if tuple(pairs) != planned:
+                    raise RuntimeError(f"{variant.name}: the kernels got {pairs} pairs and the plan says {planned}")
+                rows.append(
+                    {
+                        "blocks_per_chunk": blocks,
+                        "clean_attention": str(clean_attention),
+                        "variant": variant.name,
+                        "executed_to_allowed": sum(pairs) / allowed_pairs(length, BLOCK_SIZE, clean_attention),
+                        "max_to_min": max(pairs) / min(pairs),
+                    }
+                )
+    return rows
+
+
+def _executed_pairs(variant: Variant, length: int, rank: int, clean_attention: CleanAttention) -> int:
+    plan = AttentionPlan(layout_of(variant, length, WORK_GROUP_SIZE, rank), clean_attention)
+    counter = PairCounter()
+    with fake_group(WORK_GROUP_SIZE, rank) as group:
+        attention_step(plan, MODELS[MODEL], group, kernel=counter)()
+    return counter.pairs
+
+
+def plan_at_scale(lengths: Sequence[int], group_sizes: Sequence[int]) -> dict[str, Any]:
+    """Plan the Nemotron models at every length and group size; nothing is run."""
+    started = time.perf_counter()
+    rows = plan_rows(list(MODELS), lengths, group_sizes, BLOCK_SIZE, CleanAttention.TOKEN_CAUSAL)
+    return {
+        "seconds": time.perf_counter() - started,
+        "slowest_plan_seconds": max(row.plan_seconds for row in rows),
+        "rows": [asdict(row) | modelled_seconds(row) for row in rows],
+    }
+
+
+def modelled_seconds(row: PlanRow) -> dict[str, float]:
+    """Return the seconds of a step's computation and of its exchanges on H200s: modelled from published rates."""
+    return {
+        "modelled_compute_seconds": (row.attention_flops + row.linear_flops) / H200_ATTENTION_FLOPS,
+        "modelled_nvlink_seconds": row.remote_bytes / (NVLINK.cluster_bytes or 1.0),
+        "modelled_network_seconds": row.remote_bytes / (ACROSS_NODES.cluster_bytes or 1.0),
+    }
