@@ -245,7 +245,8 @@ class ProcessMemory:
     @classmethod
     def peak_resident(cls, device: Any = None) -> float:
         """Largest resident set size so far, or since :meth:`reset_peak`."""
-        return cls._proc_field("/proc/self/status", "VmHWM")
+        # The kernel counts the two apart, so the peak can lag by some pages.
+        return max(cls._proc_field("/proc/self/status", "VmHWM"), cls.resident())
 
     @staticmethod
     def reset_peak(device: Any = None) -> None:
@@ -439,9 +440,10 @@ def _average_as_sum(function: Callable[..., Any], input_name: str) -> Callable[.
         group = arguments.get("group")
         if arguments.get("op") == dist.ReduceOp.AVG and dist.get_backend(group) == "gloo":
             arguments["op"] = dist.ReduceOp.SUM
-            divided = arguments[input_name] / dist.get_world_size(group)
-            # all_reduce works in place.
-            arguments[input_name] = arguments[input_name].copy_(divided) if input_name == "tensor" else divided
+            num_ranks = dist.get_world_size(group)
+            # all_reduce works in place; other inputs are not the callee's to change.
+            divide = torch.Tensor.div_ if input_name == "tensor" else torch.Tensor.div
+            arguments[input_name] = divide(arguments[input_name], num_ranks)
         return function(**arguments)
 
     return reduce
