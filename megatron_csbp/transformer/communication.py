@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_csbp.transformer.collectives import Transfer, start_all_gathers, start_all_to_alls, start_reduce_scatters
 from megatron_csbp.transformer.layout import SequenceLayout, Stream
+from megatron_csbp.transformer.streams import Waitable, side_stream
 from megatron_csbp.transformer.traffic_ledger import Collective, Direction, LayerLedger
 from megatron_csbp.transformer.wait_clock import WaitClock
 
@@ -33,7 +35,7 @@ class Pending[T](Protocol):
 class PendingWork[T]:
     """Asynchronous collectives and what to do once they are done."""
 
-    works: Sequence[dist.Work]
+    works: Sequence[Waitable]
     finish: Callable[[], T]
 
     def wait(self) -> T:
@@ -100,57 +102,68 @@ class ContextGroupExchange:
         self.clock: WaitClock | None = None
         self._group = group
         self._size = dist.get_world_size(group)
-        self._has_reduce_scatter = dist.get_backend(group) == "nccl"
+        self._uses_nccl = dist.get_backend(group) == "nccl"
 
     def start_gather(
         self, tensors_SBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream
     ) -> PendingWork[list[Tensor]]:
         """See `KeyValueExchange.start_gather`."""
-        works: list[dist.Work] = []
+        transfers: list[Transfer] = []
         buffers_RBKD: list[Tensor] = []
         for tensor_SBKD in tensors_SBKD:
             early_CBKD, late_CBKD = chunk_views(tensor_SBKD, layout, stream)
             buffer_RBKD = tensor_SBKD.new_empty(layout.num_chunks * layout.chunk_length, *tensor_SBKD.shape[1:])
             for half, chunk_CBKD in zip(buffer_RBKD.chunk(2), (late_CBKD, early_CBKD), strict=True):
-                works.append(_start_all_gather(half, chunk_CBKD.contiguous(), self._group))
+                transfers.append((half, chunk_CBKD.contiguous()))
             buffers_RBKD.append(buffer_RBKD)
         if self.ledger is not None:
             self._enter(self.ledger, stream, Collective.GATHER, buffers_RBKD)
+        works = self._launch(lambda: start_all_gathers(transfers, self._group, coalesce=self._uses_nccl), transfers)
         return self._pending(works, lambda: buffers_RBKD)
 
     def start_reduce_scatter(
         self, buffers_RBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream, payload_dtype: torch.dtype
     ) -> PendingWork[list[Tensor]]:
-        """See `KeyValueExchange.start_reduce_scatter`."""
-        works: list[dist.Work] = []
-        payloads_RBKD = [buffer_RBKD.to(payload_dtype) for buffer_RBKD in buffers_RBKD]
-        finishes = [[self._reduce_half(half, works) for half in payload.chunk(2)] for payload in payloads_RBKD]
-        if self.ledger is not None:
-            self._enter(self.ledger, stream, Collective.REDUCE_SCATTER, payloads_RBKD)
-        dtype = buffers_RBKD[0].dtype
-
-        def finish() -> list[Tensor]:
-            return [torch.stack([early(dtype), late(dtype)]) for late, early in finishes]
-
-        return self._pending(works, finish)
-
-    def _pending[T](self, works: Sequence[dist.Work], finish: Callable[[], T]) -> PendingWork[T]:
-        return PendingWork(works, finish) if self.clock is None else TimedWork(works, finish, self.clock)
-
-    def _reduce_half(self, half: Tensor, works: list[dist.Work]) -> Callable[[torch.dtype], Tensor]:
-        """Start the sum of one half buffer [P C, B, K, D]; the returned call yields this rank's chunk [C, B, K, D].
+        """See `KeyValueExchange.start_reduce_scatter`.
 
         gloo's own reduce-scatter moves twice the ideal bytes, so there the chunks are exchanged and summed here, in
-        rank order and in the dtype that the call asks for.
+        rank order and in the buffers' dtype.
         """
-        if self._has_reduce_scatter:
-            chunk = half.new_empty(half.shape[0] // self._size, *half.shape[1:])
-            works.append(_start_reduce_scatter(chunk, half, self._group))
-            return lambda dtype: chunk.to(dtype)
-        received = torch.empty_like(half)
-        works.append(_started(dist.all_to_all_single(received, half, group=self._group, async_op=True)))
-        by_rank = received.view(self._size, -1, *half.shape[1:])
-        return lambda dtype: by_rank.sum(0, dtype=dtype)
+        dtype = buffers_RBKD[0].dtype
+        payloads_RBKD = [buffer_RBKD.to(payload_dtype) for buffer_RBKD in buffers_RBKD]
+        if self.ledger is not None:
+            self._enter(self.ledger, stream, Collective.REDUCE_SCATTER, payloads_RBKD)
+        halves = [half for payload_RBKD in payloads_RBKD for half in payload_RBKD.chunk(2)]
+        if self._uses_nccl:
+            outs = [half.new_empty(half.shape[0] // self._size, *half.shape[1:]) for half in halves]
+        else:
+            outs = [torch.empty_like(half) for half in halves]
+        transfers = list(zip(outs, halves, strict=True))
+
+        def start() -> Sequence[Waitable]:
+            if self._uses_nccl:
+                return start_reduce_scatters(transfers, self._group, coalesce=True)
+            return start_all_to_alls(transfers, self._group)
+
+        def chunk(out: Tensor) -> Tensor:
+            """Return this rank's sum of one half, [C, B, K, D]."""
+            return out.to(dtype) if self._uses_nccl else out.view(self._size, -1, *out.shape[1:]).sum(0, dtype=dtype)
+
+        def finish() -> list[Tensor]:
+            # The first half of a buffer holds the late chunks.
+            return [
+                torch.stack([chunk(early), chunk(late)]) for late, early in zip(outs[::2], outs[1::2], strict=True)
+            ]
+
+        return self._pending(self._launch(start, transfers), finish)
+
+    def _launch(self, start: Callable[[], Sequence[Waitable]], transfers: Sequence[Transfer]) -> Sequence[Waitable]:
+        """Start collectives beside the computation that follows."""
+        tensors = [tensor for transfer in transfers for tensor in transfer]
+        return side_stream(tensors[0].device).launch(start, tensors)
+
+    def _pending[T](self, works: Sequence[Waitable], finish: Callable[[], T]) -> PendingWork[T]:
+        return PendingWork(works, finish) if self.clock is None else TimedWork(works, finish, self.clock)
 
     def _enter(self, ledger: LayerLedger, stream: Stream, collective: Collective, buffers: Sequence[Tensor]) -> None:
         """Enter an exchange of whole buffers, all ranks' shares of which are of equal size."""
@@ -171,22 +184,3 @@ def chunk_views(tensor_SBKD: Tensor, layout: SequenceLayout, stream: Stream) -> 
         tensor_SBKD.narrow(0, layout.first_row(stream, chunk), layout.chunk_length) for chunk in layout.chunks
     )
     return early, late
-
-
-# torch 2.14 renamed two collectives and warns about the names that are the only ones in torch 2.9 to 2.13.
-
-
-def _start_all_gather(out: Tensor, given: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    collective = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    return _started(collective(out, given, group=group, async_op=True))
-
-
-def _start_reduce_scatter(out: Tensor, given: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    collective = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-    return _started(collective(out, given, group=group, async_op=True))
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    """Return the handle of an asynchronous collective, which torch types as optional."""
-    assert work is not None, "this rank is not in the context group"
-    return work

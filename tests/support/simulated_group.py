@@ -10,8 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
+import pytest
 import torch
 from torch import Tensor
+
+from megatron_csbp.transformer import collectives, communication
 
 
 class SimulatedGroup:
@@ -143,6 +146,12 @@ class RenamedCollectives(SimulatedCollectives):
 
     def reduce_scatter_tensor(self, *args: object, **kwargs: object) -> NoReturn:
         raise FutureWarning("reduce_scatter_tensor is deprecated")
+
+
+def use_simulated(simulated: SimulatedCollectives, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the exchange under test call these collectives in place of torch.distributed's."""
+    monkeypatch.setattr(collectives, "dist", simulated)
+    monkeypatch.setattr(communication, "dist", simulated)
 
 
 def _fill(out: Tensor, result: Tensor) -> None:

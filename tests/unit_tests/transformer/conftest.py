@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_csbp.transformer import communication
-from tests.support.simulated_group import RenamedCollectives, SimulatedCollectives
+from tests.support.simulated_group import RenamedCollectives, SimulatedCollectives, use_simulated
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -22,6 +21,6 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def simulated_collectives(monkeypatch: pytest.MonkeyPatch) -> SimulatedCollectives:
     """Collectives over threads in place of torch.distributed, under the real exchange."""
-    collectives = RenamedCollectives()
-    monkeypatch.setattr(communication, "dist", collectives)
-    return collectives
+    simulated = RenamedCollectives()
+    use_simulated(simulated, monkeypatch)
+    return simulated

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer import communication
 from megatron_csbp.transformer.attention_plan import gather_slot
 from megatron_csbp.transformer.communication import ContextGroupExchange, chunk_views
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, Stream
@@ -23,7 +22,13 @@ from megatron_csbp.transformer.traffic_ledger import (
 )
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
 from tests.support.dense_oracle import whole_rows
-from tests.support.simulated_group import RankOfGroup, RenamedCollectives, SimulatedCollectives, run_ranks
+from tests.support.simulated_group import (
+    RankOfGroup,
+    RenamedCollectives,
+    SimulatedCollectives,
+    run_ranks,
+    use_simulated,
+)
 
 BASE = Case(group_size=4, num_query_heads=4, num_key_value_heads=2, micro_batch_size=3)
 EXCHANGING = {
@@ -124,7 +129,7 @@ def test_a_gather_puts_every_chunk_into_its_slot(
     names: type[SimulatedCollectives],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(communication, "dist", names())
+    use_simulated(names(), monkeypatch)
     case = replace(BASE, assignment=assignment)
     layout = case.layout(0)
 
@@ -148,7 +153,7 @@ def test_a_gather_puts_every_chunk_into_its_slot(
 def test_a_reduce_scatter_returns_this_ranks_sums_early_chunk_first(
     backend: str, names: type[SimulatedCollectives], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(communication, "dist", names(backend=backend))
+    use_simulated(names(backend=backend), monkeypatch)
     layout = BASE.layout(0)
 
     def run(member: RankOfGroup) -> list[Tensor]:

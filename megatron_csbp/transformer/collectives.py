@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous collectives of several tensors at once, over the versions of torch.distributed.
+
+Names: torch 2.14 renamed two collectives and warns about the names that are the only ones in torch 2.9 to 2.13.
+
+Coalescing: with NCCL, the collectives of one call are one group call (`ncclGroupStart` and `ncclGroupEnd`), a single
+launch in which their transfers share the links. The only way to it is `torch.distributed._coalescing_manager`, which
+is private, though Megatron's own gradient buffers go through it. In a torch without it the collectives start one by
+one, with the same results and in the same order on every rank.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+type Transfer = tuple[Tensor, Tensor]
+"""What one collective writes, and what it reads."""
+
+
+def start_all_gathers(transfers: Sequence[Transfer], group: dist.ProcessGroup, *, coalesce: bool) -> list[dist.Work]:
+    """Start gathering every rank's input [n, ...] into outputs [P n, ...], in rank order."""
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    return _start(gather, transfers, group, coalesce)
+
+
+def start_reduce_scatters(
+    transfers: Sequence[Transfer], group: dist.ProcessGroup, *, coalesce: bool
+) -> list[dist.Work]:
+    """Start summing inputs [P n, ...] over the ranks; rank r's output [n, ...] is the r-th share of the sum."""
+    scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+    return _start(scatter, transfers, group, coalesce)
+
+
+def start_all_to_alls(transfers: Sequence[Transfer], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start exchanging shares: rank r gets the r-th share of every rank's input [P n, ...], in rank order."""
+    return _start(dist.all_to_all_single, transfers, group, coalesce=False)
+
+
+def _start(
+    collective: Callable[..., dist.Work | None],
+    transfers: Sequence[Transfer],
+    group: dist.ProcessGroup,
+    coalesce: bool,
+) -> list[dist.Work]:
+    if coalesce and hasattr(dist, "_coalescing_manager"):
+        with dist._coalescing_manager(group, async_ops=True) as coalesced:
+            for out, given in transfers:
+                collective(out, given, group=group, async_op=True)
+        # It is the one work of the group call, as a list.
+        return list(coalesced.works)
+    works = [collective(out, given, group=group, async_op=True) for out, given in transfers]
+    assert all(work is not None for work in works), "this rank is not in the context group"
+    return [work for work in works if work is not None]
