@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every touch of a Megatron or Transformer Engine symbol that is not public API.
 
-The table :data:`REQUIRED_SYMBOLS` names each such symbol; a contract test checks them one by one, so that a Megatron
-which moved one is told by its name. To use another symbol, add a row and, beside it, a function that wraps it.
+The table in :mod:`megatron_csbp.required_symbols` names each such symbol, and a contract test checks them one by one.
+To use another symbol, add a function here that wraps it, and a row there.
 
 Nothing here imports Megatron until it is called: :func:`megatron_csbp.cpu_runtime.install` has to run first.
 """
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -20,118 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MIN_VERSION = (0, 19)
-BELOW_VERSION = (0, 20)
+from megatron_csbp.required_symbols import REQUIRED_SYMBOLS, RequiredSymbol, check_megatron_version, megatron_version
 
-
-@dataclasses.dataclass(frozen=True)
-class RequiredSymbol:
-    """A Megatron symbol that this package relies on.
-
-    Attributes:
-        name: Dotted name: module, then attributes (``megatron.core.utils.get_pg_size``).
-        parameters: Names of parameters that we pass by keyword or replace; the callable must accept each of them.
-        used_for: What breaks without it.
-    """
-
-    name: str
-    used_for: str
-    parameters: tuple[str, ...] = ()
-
-    def resolve(self) -> object:
-        """Imports the module and returns the symbol.
-
-        Raises:
-            ImportError: If the module or the attribute does not exist; the message names it.
-        """
-        parts = self.name.split(".")
-        for length in range(len(parts), 0, -1):
-            module_name = ".".join(parts[:length])
-            try:
-                value: object = importlib.import_module(module_name)
-            except ModuleNotFoundError as error:
-                # Only "this is not a module" may fall through to its parent, not a missing dependency of it.
-                if error.name is None or not module_name.startswith(error.name):
-                    raise
-                continue
-            for attribute in parts[length:]:
-                if not hasattr(value, attribute):
-                    raise ImportError(f"{self.name} ({self.used_for}): {attribute!r} is not in this Megatron")
-                value = getattr(value, attribute)
-            return value
-        raise ImportError(f"{self.name} ({self.used_for}): {parts[0]!r} cannot be imported")
-
-    def check(self) -> None:
-        """Checks that the symbol exists and accepts its parameters.
-
-        Raises:
-            ImportError: If it does not; the message names the symbol and the parameter.
-        """
-        value = self.resolve()
-        if not self.parameters:
-            return
-        accepted = inspect.signature(value).parameters  # type: ignore[arg-type]
-        missing = [name for name in self.parameters if name not in accepted]
-        if missing:
-            raise ImportError(f"{self.name} ({self.used_for}): no parameter {', '.join(missing)} in this Megatron")
-
-
-REQUIRED_SYMBOLS: list[RequiredSymbol] = [
-    RequiredSymbol("megatron.core.datasets.utils.compile_helpers", "dataset index builder from a wheel"),
-    RequiredSymbol("megatron.core.datasets.helpers", "dataset index builder from a wheel"),
-    RequiredSymbol(
-        "megatron.core.datasets.gpt_dataset.GPTDataset._query_document_sample_shuffle_indices", "the dual-end sampler"
-    ),
-    RequiredSymbol(
-        "megatron.training.datasets.data_samplers.RandomSeedDataset.set_epoch", "noise of each epoch", ("epoch",)
-    ),
-    RequiredSymbol(
-        "megatron.core.transformer.torch_norm.WrappedTorchNorm", "sequence parallelism with the local spec"
-    ),
-    RequiredSymbol(
-        "megatron.core.transformer.transformer_block._get_block_submodules",
-        "sequence parallelism with the local spec",
-        ("config", "spec", "vp_stage", "pp_rank"),
-    ),
-    RequiredSymbol(
-        "megatron.core.model_parallel_config.ModelParallelConfig.finalize_model_grads_func", "the end of an iteration"
-    ),
-    RequiredSymbol(
-        "megatron.training.training.update_seqlen_stats_from_cu_seqlens", "the FLOPs report", ("cu_seqlens",)
-    ),
-    RequiredSymbol(
-        "megatron.training.training.num_floating_point_operations",
-        "the FLOPs report",
-        ("args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"),
-    ),
-    RequiredSymbol("megatron.core.timers.Timer.set_elapsed", "--csbp-timing", ("value",)),
-    RequiredSymbol("megatron.core.timers.Timer.active_time", "--csbp-timing"),
-]
-
-
-def megatron_version() -> str:
-    """The version of the Megatron-Core that is imported, which need not be the one that pip knows."""
-    version: str = importlib.import_module("megatron.core").__version__
-    return version.split("+")[0]  # Megatron adds the git revision of whatever repository the job was started in
-
-
-def check_megatron_version(version: str | None = None) -> None:
-    """Checks that Megatron-Core is one of the supported versions.
-
-    Args:
-        version: Version to check; the imported one by default.
-
-    Raises:
-        ImportError: If it is not; the message names the version, the supported range and what to install.
-    """
-    version = megatron_version() if version is None else version
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if not MIN_VERSION <= numbers < BELOW_VERSION:
-        lower, upper = (".".join(map(str, bound)) for bound in (MIN_VERSION, BELOW_VERSION))
-        raise ImportError(
-            f"megatron-core {version} is not supported: megatron_csbp needs >={lower},<{upper}; "
-            f"pip install 'megatron-core>={lower},<{upper}' works"
-        )
+# Passed on, so that callers need to know one module.
+__all__ = ["REQUIRED_SYMBOLS", "RequiredSymbol", "check_megatron_version", "megatron_version"]
 
 
 def ensure_dataset_helpers() -> None:

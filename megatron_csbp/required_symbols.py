@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package needs of Megatron-Core: its version, and every symbol that is not public API.
+
+A contract test checks the symbols one by one, so that a Megatron which moved one is told by its name. Nothing here
+imports Megatron until it is called: :func:`megatron_csbp.cpu_runtime.install` has to run first.
+"""
+
+import dataclasses
+import importlib
+import inspect
+
+MIN_VERSION = (0, 19)
+BELOW_VERSION = (0, 20)
+
+
+@dataclasses.dataclass(frozen=True)
+class RequiredSymbol:
+    """A Megatron symbol that this package relies on.
+
+    Attributes:
+        name: Dotted name: module, then attributes (``megatron.core.utils.get_pg_size``).
+        parameters: Names of parameters that we pass by keyword or replace; the callable must accept each of them.
+        used_for: What breaks without it.
+    """
+
+    name: str
+    used_for: str
+    parameters: tuple[str, ...] = ()
+
+    def resolve(self) -> object:
+        """Imports the module and returns the symbol.
+
+        Raises:
+            ImportError: If the module or the attribute does not exist; the message names it.
+        """
+        parts = self.name.split(".")
+        for length in range(len(parts), 0, -1):
+            module_name = ".".join(parts[:length])
+            try:
+                value: object = importlib.import_module(module_name)
+            except ModuleNotFoundError as error:
+                # Only "this is not a module" may fall through to its parent, not a missing dependency of it.
+                if error.name is None or not module_name.startswith(error.name):
+                    raise
+                continue
+            for attribute in parts[length:]:
+                if not hasattr(value, attribute):
+                    raise ImportError(f"{self.name} ({self.used_for}): {attribute!r} is not in this Megatron")
+                value = getattr(value, attribute)
+            return value
+        raise ImportError(f"{self.name} ({self.used_for}): {parts[0]!r} cannot be imported")
+
+    def check(self) -> None:
+        """Checks that the symbol exists and accepts its parameters.
+
+        Raises:
+            ImportError: If it does not; the message names the symbol and the parameter.
+        """
+        value = self.resolve()
+        if not self.parameters:
+            return
+        accepted = inspect.signature(value).parameters  # type: ignore[arg-type]
+        missing = [name for name in self.parameters if name not in accepted]
+        if missing:
+            raise ImportError(f"{self.name} ({self.used_for}): no parameter {', '.join(missing)} in this Megatron")
+
+
+# Symbol, parameters that the callable must accept, what needs it.
+_TABLE: tuple[tuple[str, str, str], ...] = (
+    ("megatron.core.__version__", "", "the version check"),
+    ("megatron.core.datasets.utils.compile_helpers", "", "the dataset index builder of a wheel"),
+    ("megatron.core.datasets.helpers", "", "the dataset index builder of a wheel"),
+    (
+        "megatron.core.datasets.gpt_dataset.GPTDataset._query_document_sample_shuffle_indices",
+        "",
+        "the dual-end sampler",
+    ),
+    ("megatron.training.datasets.data_samplers.RandomSeedDataset.set_epoch", "epoch", "noise of each epoch"),
+    ("megatron.core.transformer.torch_norm.WrappedTorchNorm", "", "sequence parallelism with the local spec"),
+    (
+        "megatron.core.transformer.transformer_block._get_block_submodules",
+        "config spec vp_stage pp_rank",
+        "sequence parallelism with the local spec",
+    ),
+    (
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
+        "model_param tensors",
+        "resuming with PyTorch's Adam",
+    ),
+    ("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict", "", "resuming with PyTorch's Adam"),
+    (
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
+        "state_dict",
+        "resuming with PyTorch's Adam",
+    ),
+    ("megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE", "", "resuming with PyTorch's Adam"),
+    ("megatron.training.arguments.parse_args", "extra_args_provider", "the command line"),
+    ("megatron.training.arguments.validate_args", "args defaults", "the command line"),
+    ("megatron.training.global_vars.set_global_variables", "args", "the command line"),
+    ("megatron.training.global_vars.get_args", "", "the command line"),
+    ("megatron.training.checkpointing.load_args_from_checkpoint", "args load_arg", "--use-checkpoint-args"),
+    ("megatron.core.dist_checkpointing.check_is_distributed_checkpoint", "checkpoint_dir", "the check on resuming"),
+    ("megatron.core.dist_checkpointing.load_common_state_dict", "checkpoint_dir", "the check on resuming"),
+    ("megatron.core.parallel_state.get_context_parallel_rank", "", "rows of this rank"),
+    ("megatron.core.parallel_state.get_context_parallel_group", "", "rows of this rank"),
+    ("megatron.core.parallel_state.get_tensor_model_parallel_rank", "", "loading on one tensor-parallel rank"),
+    ("megatron.core.parallel_state.get_tensor_model_parallel_src_rank", "", "loading on one tensor-parallel rank"),
+    ("megatron.core.parallel_state.get_tensor_model_parallel_group", "", "loading on one tensor-parallel rank"),
+    ("megatron.core.parallel_state.is_pipeline_first_stage", "", "loading on the first and last stage"),
+    ("megatron.core.parallel_state.is_pipeline_last_stage", "ignore_virtual", "loading on the first and last stage"),
+    ("megatron.training.utils.is_first_or_last_pipeline_stage", "vp_stage", "loading on the first and last stage"),
+    ("megatron.core.tensor_parallel.broadcast_data", "keys data datatype", "loading on one tensor-parallel rank"),
+    (
+        "megatron.core.tensor_parallel.gather_from_sequence_parallel_region",
+        "input_ tensor_parallel_output_grad",
+        "logits of single rows under sequence parallelism",
+    ),
+    ("megatron.core.utils.get_attr_wrapped_model", "model attr", "the forward step"),
+    (
+        "megatron.core.utils.get_batch_on_this_tp_rank",
+        "batch broadcast_src_rank broadcast_group create_attention_mask_in_dataloader has_cu_seqlens is_hybrid_cp "
+        "cp_size tp_rank micro_batch_size seq_length mtp_on_this_rank pipeline_model_parallel_size "
+        "is_pipeline_first_stage is_pipeline_last_stage",
+        "autoregressive batches",
+    ),
+    (
+        "megatron.core.utils.get_batch_on_this_cp_rank",
+        "batch is_hybrid_cp cp_group hybrid_cp_group_func use_per_sequence_balancing",
+        "autoregressive batches",
+    ),
+    ("megatron.training.global_vars.get_timers", "", "timers that pretrain requires"),
+    ("megatron.core.rerun_state_machine.get_rerun_state_machine", "", "the check of the loss"),
+    (
+        "megatron.core.rerun_state_machine.RerunStateMachine.validate_result",
+        "result rejection_func message tolerance fatal",
+        "the check of the loss",
+    ),
+    (
+        "megatron.core.rerun_state_machine.RerunStateMachine.is_unexpectedly_large",
+        "threshold context",
+        "--check-for-spiky-loss",
+    ),
+    ("megatron.core.utils.get_model_config", "model", "the end of an iteration"),
+    (
+        "megatron.core.model_parallel_config.ModelParallelConfig.finalize_model_grads_func",
+        "",
+        "the end of an iteration",
+    ),
+    ("megatron.training.training.update_seqlen_stats_from_cu_seqlens", "cu_seqlens", "the FLOPs report"),
+    (
+        "megatron.training.training.num_floating_point_operations",
+        "args batch_size seqlen_squared_sum_in_batch total_real_tokens_in_batch",
+        "the FLOPs report",
+    ),
+    ("megatron.core.num_microbatches_calculator.get_current_running_global_batch_size", "", "the FLOPs report"),
+    ("megatron.training.utils.print_rank_last", "message", "reports"),
+    ("megatron.training.global_vars.get_tensorboard_writer", "", "reports"),
+    ("megatron.training.global_vars.get_wandb_writer", "", "reports"),
+    ("megatron.core.timers.Timer.set_elapsed", "value", "--csbp-timing"),
+    ("megatron.core.timers.Timer.active_time", "", "--csbp-timing"),
+)
+
+REQUIRED_SYMBOLS: list[RequiredSymbol] = [
+    RequiredSymbol(name, used_for, tuple(parameters.split())) for name, parameters, used_for in _TABLE
+]
+
+
+def megatron_version() -> str:
+    """The version of the Megatron-Core that is imported, which need not be the one that pip knows."""
+    version: str = importlib.import_module("megatron.core").__version__
+    return version.split("+")[0]  # Megatron adds the git revision of whatever repository the job was started in
+
+
+def check_megatron_version(version: str | None = None) -> None:
+    """Checks that Megatron-Core is one of the supported versions.
+
+    Args:
+        version: Version to check; the imported one by default.
+
+    Raises:
+        ImportError: If it is not; the message names the version, the supported range and what to install.
+    """
+    version = megatron_version() if version is None else version
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if not MIN_VERSION <= numbers < BELOW_VERSION:
+        lower, upper = (".".join(map(str, bound)) for bound in (MIN_VERSION, BELOW_VERSION))
+        raise ImportError(
+            f"megatron-core {version} is not supported: megatron_csbp needs >={lower},<{upper}; "
+            f"pip install 'megatron-core>={lower},<{upper}' works"
+        )
