@@ -51,9 +51,7 @@ def _check(config: Any) -> None:
     if config.layernorm_zero_centered_gamma:
         raise ValueError("--apply-layernorm-1p: PyTorch's norms have no zero-centred weight; leave the flag out")
     if config.persist_layer_norm:
-        raise ValueError(
-            "persistent layer norm is an Apex kernel; with the local layer spec pass --no-persist-layer-norm"
-        )
+        raise ValueError("persistent layer norm is an Apex kernel; --no-persist-layer-norm works with the local spec")
     if config.memory_efficient_layer_norm:
         raise ValueError("memory_efficient_layer_norm is an Apex kernel; leave it off with the local spec")
 
