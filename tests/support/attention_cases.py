@@ -5,12 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.communication import ContextGroupExchange, KeyValueExchange
 from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.kernels import AttentionKernel, select_kernel
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
+from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
 from tests.support.dense_oracle import Problem, Result, random_problem, whole_rows
 from tests.support.simulated_group import RankOfGroup, run_ranks
 
@@ -120,3 +123,51 @@ def attend_on_group(
         return attend_on_rank(case, problem, case.context(member.rank, exchange, kernel))
 
     return add_results(run_ranks(case.group_size, run))
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def gradients_on_group(
+    case: Case,
+    wrap: Callable[[Attend], Attend],
+    adapt: Callable[[AttentionContext], AttentionContext] = lambda context: context,
+) -> tuple[list[Tensor], list[int]]:
+    """Return all ranks' outputs and gradients, and how many exchanges each rank started."""
+    problem = case.problem()
+
+    def run(member: RankOfGroup) -> tuple[list[Tensor], int]:
+        exchange, ledger = ContextGroupExchange(member), TrafficLedger()
+        exchange.ledger = LayerLedger(ledger, layer=1)
+        context = adapt(case.context(member.rank, exchange))
+        rows = whole_rows(context.plan.layout)
+        inputs = [tensor[rows].requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
+        out = wrap(attention(context))(inputs[0], inputs[1], inputs[2])
+        out.backward(problem.grad_out[rows])
+        assert all(tensor.grad is not None for tensor in inputs)
+        grads = [tensor.grad for tensor in inputs if tensor.grad is not None]
+        return [out.detach(), *grads], total(ledger.volumes.values()).exchanges
+
+    results = run_ranks(case.group_size, run)
+    return [tensor for tensors, _ in results for tensor in tensors], [exchanges for _, exchanges in results]
+
+
+def attention(context: AttentionContext) -> Attend:
+    return lambda query, key, value: block_diffusion_attention(query, key, value, context)
+
+
+def plain(attend: Attend) -> Attend:
+    return attend
+
+
+def recomputed(attend: Attend) -> Attend:
+    return lambda *inputs: checkpoint(attend, *inputs, use_reentrant=True)
+
+
+def recomputed_by_hooks(attend: Attend) -> Attend:
+    return lambda *inputs: checkpoint(attend, *inputs, use_reentrant=False)
+
+
+def two_layers(attend: Attend) -> Attend:
+    """Two layers, to see that what one keeps is not taken for the other's."""
+    return lambda query, key, value: attend(attend(query, key, value), key * 2, value - 1)

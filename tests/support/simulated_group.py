@@ -8,7 +8,7 @@ It is an unkind network: until `wait`, outputs hold NaN, and with `reads="late"`
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import pytest
 import torch
@@ -100,16 +100,16 @@ class SimulatedCollectives:
     def get_backend(self, group: RankOfGroup) -> str:
         return self.backend
 
-    def all_gather_into_tensor(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> _Work:
+    def all_gather_into_tensor(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> Any:
         return self._start("all_gather", out, given, group, torch.cat)
 
-    def all_to_all_single(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> _Work:
+    def all_to_all_single(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> Any:
         def shares(tensors: list[Tensor]) -> Tensor:
             return torch.cat([tensor.chunk(group.group.size)[group.rank] for tensor in tensors])
 
         return self._start("all_to_all", out, given, group, shares)
 
-    def reduce_scatter_tensor(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> _Work:
+    def reduce_scatter_tensor(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> Any:
         def total(tensors: list[Tensor]) -> Tensor:
             return torch.stack([tensor.chunk(group.group.size)[group.rank] for tensor in tensors]).sum(0)
 
@@ -122,23 +122,28 @@ class SimulatedCollectives:
         given: Tensor,
         member: RankOfGroup,
         combine: Callable[[list[Tensor]], Tensor],
-    ) -> _Work:
+    ) -> Any:
         assert all(t.is_contiguous() for t in (out, given)), "collectives take contiguous tensors"
         self.payloads.append((member.rank, name, given.detach().clone()))
         out.fill_(torch.nan)
-        if self.reads == "late":
-            return _Work(lambda: _fill(out, combine(member.group.meet(member.rank, given))))
-        arrived = combine(member.group.meet(member.rank, given))
-        return _Work(lambda: _fill(out, arrived))
+        arrived = combine(member.group.meet(member.rank, given)) if self.reads == "early" else None
+
+        def deliver(out: Tensor, given: Tensor) -> None:
+            _fill(out, combine(member.group.meet(member.rank, given)) if arrived is None else arrived)
+
+        return self._work(deliver, out, given)
+
+    def _work(self, deliver: Callable[[Tensor, Tensor], None], out: Tensor, given: Tensor) -> Any:
+        return _Work(lambda: deliver(out, given))
 
 
 class RenamedCollectives(SimulatedCollectives):
     """The same by the names of torch 2.14, which warns about the old ones."""
 
-    def all_gather_single(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> _Work:
+    def all_gather_single(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> Any:
         return super().all_gather_into_tensor(out, given, group, async_op)
 
-    def reduce_scatter_single(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> _Work:
+    def reduce_scatter_single(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> Any:
         return super().reduce_scatter_tensor(out, given, group, async_op)
 
     def all_gather_into_tensor(self, *args: object, **kwargs: object) -> NoReturn:

@@ -9,21 +9,26 @@ from itertools import count
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megatron_csbp.transformer import communication
 from megatron_csbp.transformer.attention_plan import CleanAttention
-from megatron_csbp.transformer.communication import ContextGroupExchange, PendingWork
-from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
+from megatron_csbp.transformer.communication import PendingWork
+from megatron_csbp.transformer.csbp_attention import block_diffusion_attention
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
-from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
-from tests.support.attention_cases import Case
+from tests.support.attention_cases import (
+    Attend,
+    Case,
+    gradients_on_group,
+    plain,
+    recomputed,
+    recomputed_by_hooks,
+    two_layers,
+)
 from tests.support.dense_oracle import whole_rows
-from tests.support.simulated_group import RankOfGroup, SimulatedCollectives, run_ranks
+from tests.support.simulated_group import SimulatedCollectives
 
 EXCHANGING = [Scheme.CONTEXT_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL]
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -100,47 +105,6 @@ def test_local_tiles_run_between_the_start_of_an_exchange_and_its_wait(
     out.sum().backward()
     assert runs(diary.events) == [*hidden_gather, *each("start scatter"), "local tile", *each("wait scatter")]
     assert diary.events.count("local tile") == len(plan.local_tiles)
-
-
-def gradients_on_group(case: Case, wrap: Callable[[Attend], Attend]) -> tuple[list[Tensor], list[int]]:
-    """Return all ranks' outputs and gradients, and how many exchanges each rank started."""
-    problem = case.problem()
-
-    def run(member: RankOfGroup) -> tuple[list[Tensor], int]:
-        exchange, ledger = ContextGroupExchange(member), TrafficLedger()
-        exchange.ledger = LayerLedger(ledger, layer=1)
-        context = case.context(member.rank, exchange)
-        rows = whole_rows(context.plan.layout)
-        inputs = [tensor[rows].requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
-        out = wrap(attention(context))(inputs[0], inputs[1], inputs[2])
-        out.backward(problem.grad_out[rows])
-        assert all(tensor.grad is not None for tensor in inputs)
-        grads = [tensor.grad for tensor in inputs if tensor.grad is not None]
-        return [out.detach(), *grads], total(ledger.volumes.values()).exchanges
-
-    results = run_ranks(case.group_size, run)
-    return [tensor for tensors, _ in results for tensor in tensors], [exchanges for _, exchanges in results]
-
-
-def attention(context: AttentionContext) -> Attend:
-    return lambda query, key, value: block_diffusion_attention(query, key, value, context)
-
-
-def plain(attend: Attend) -> Attend:
-    return attend
-
-
-def recomputed(attend: Attend) -> Attend:
-    return lambda *inputs: checkpoint(attend, *inputs, use_reentrant=True)
-
-
-def recomputed_by_hooks(attend: Attend) -> Attend:
-    return lambda *inputs: checkpoint(attend, *inputs, use_reentrant=False)
-
-
-def two_layers(attend: Attend) -> Attend:
-    """Two layers, to see that what one keeps is not taken for the other's."""
-    return lambda query, key, value: attend(attend(query, key, value), key * 2, value - 1)
 
 
 @pytest.mark.parametrize("layers", [plain, two_layers])
