@@ -22,10 +22,10 @@ UNIT = SEQUENCE_LENGTH // 2 * 2 * 2 * 16 * 4
 MICRO_BATCHES = 4
 TOPOLOGIES = {
     "one rank": (1, ""),
-    "cp2": (2, "--context-parallel-size 2"),
-    "interleaved pp2 x csbp2 with recomputation": (
+    "tp2 x cp2": (4, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
+    "interleaved pp2 x csbp2 with recomputation in bf16": (
         4,
-        "--context-parallel-size 2 --bp-size 2 --pipeline-model-parallel-size 2 "
+        "--bf16 --context-parallel-size 2 --bp-size 2 --pipeline-model-parallel-size 2 "
         "--num-layers-per-virtual-pipeline-stage 1 --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1",
     ),
@@ -71,17 +71,17 @@ def test_the_ledger_agrees_with_the_closed_form(name: str, measured: Callable[[s
 
 
 @pytest.mark.parametrize(
-    "name, layers, copies",
+    "name, layers, unit, copies",
     [
-        ("one rank", 0, []),
-        ("cp2", 4, ["clean", "corrupted"]),
-        ("interleaved pp2 x csbp2 with recomputation", 2, ["clean"]),
+        ("one rank", 0, 0, []),
+        ("tp2 x cp2", 4, UNIT // 2, ["clean", "corrupted"]),
+        ("interleaved pp2 x csbp2 with recomputation in bf16", 2, UNIT // 2, ["clean"]),
     ],
 )
 def test_every_rank_has_a_line_of_every_iteration_with_the_bytes_of_the_formula(
-    name: str, layers: int, copies: list[str], measured: Callable[[str], Measured]
+    name: str, layers: int, unit: int, copies: list[str], measured: Callable[[str], Measured]
 ) -> None:
-    once = layers * MICRO_BATCHES * UNIT
+    once = layers * MICRO_BATCHES * unit
     for rank, lines in enumerate(measured(name).ledgers):
         assert [(line["iteration"], line["phase"]) for line in lines] == [
             *((iteration, "train") for iteration in range(1, ITERATIONS + 1)),
