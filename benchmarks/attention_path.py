@@ -20,7 +20,7 @@ from benchmarks.ranks import RankWorld
 from benchmarks.stack import CSBP, Shape, make_context, make_plan
 from megatron_csbp.transformer.attention_plan import AttentionPlan
 from megatron_csbp.transformer.communication import PendingWork, chunk_views
-from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
+from megatron_csbp.transformer.csbp_attention import block_diffusion_attention
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from megatron_csbp.transformer.layout import SequenceLayout, Stream
@@ -152,9 +152,9 @@ def measure_attention_path(world: RankWorld, sequence_length: int, repeats: int)
 
 def _attention_run(plan: AttentionPlan, shape: Shape, kernel: AttentionKernel | None = None) -> Callable[[], None]:
     """Return a call that runs one layer's attention forward and backward."""
-    context = make_context(plan, shape, OnePeerExchange(plan.layout.group_size))
+    context = make_context(plan, shape, OnePeerExchange(plan.layout.group_size), CSBP)
     if kernel is not None:
-        context = AttentionContext(plan, kernel, context.scale, context.exchange)
+        context = replace(context, kernel=kernel)
     rows = plan.layout.num_rows
     query, key, value = (
         torch.randn(rows, 1, heads, shape.head_dim, requires_grad=True)

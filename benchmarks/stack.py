@@ -44,11 +44,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variant:
-    """One line of a comparison: a scheme with an assignment of chunks."""
+    """One line of a comparison.
+
+    Attributes:
+        name: for tables.
+        scheme: how a sequence is spread.
+        assignment: which chunks a rank owns.
+        num_head_groups: groups of heads that are exchanged and computed one after the other.
+    """
 
     name: str
     scheme: Scheme
     assignment: BlockAssignment = BlockAssignment.DUAL_END
+    num_head_groups: int = 1
 
 
 CP = Variant("CP", Scheme.CONTEXT_PARALLEL)
@@ -70,10 +78,22 @@ def make_plan(variant: Variant, shape: Shape, sequence_length: int, group_size: 
     return AttentionPlan(layout, shape.clean_attention)
 
 
-def make_context(plan: AttentionPlan, shape: Shape, exchange: KeyValueExchange | None) -> AttentionContext:
-    """Return what the attention needs besides tensors."""
-    kernel = select_kernel("auto", torch.device("cpu"))
-    return AttentionContext(plan, kernel, shape.head_dim**-0.5, exchange if plan.exchanged_streams else None)
+def make_context(plan: AttentionPlan, shape: Shape, exchange: KeyValueExchange, variant: Variant) -> AttentionContext:
+    """Return what the attention needs besides tensors.
+
+    Args:
+        plan: the rank's plan for the variant.
+        shape: sizes of the layers.
+        exchange: the network.
+        variant: line of the comparison.
+    """
+    return AttentionContext(
+        plan,
+        select_kernel("auto", torch.device("cpu")),
+        shape.head_dim**-0.5,
+        exchange if plan.exchanged_streams else None,
+        num_head_groups=variant.num_head_groups if plan.exchanged_streams else 1,
+    )
 
 
 class Checksums(NamedTuple):

@@ -76,16 +76,16 @@ def compare(world: RankWorld, comparison: Comparison) -> dict[str, Timings]:
     exchange.clock = clock
     stack = Stack(comparison.shape, comparison.sequence_length)
     timings = {variant.name: Timings() for variant in comparison.variants}
-    plans = {
-        variant.name: make_plan(variant, comparison.shape, comparison.sequence_length, world.size, world.rank)
-        for variant in comparison.variants
-    }
-    order = list(plans.items())
+    contexts = {}
+    for variant in comparison.variants:
+        plan = make_plan(variant, comparison.shape, comparison.sequence_length, world.size, world.rank)
+        contexts[variant.name] = make_context(plan, comparison.shape, exchange, variant)
+    order = list(contexts.items())
     for repeat in range(-1, comparison.repeats):
         order.append(order.pop(0))
-        for name, plan in order:
-            seconds, blocked, checksums = _timed_step(world, stack, make_context(plan, stack.shape, exchange), clock)
-            alone = _network_alone(world, comparison.shape, plan, exchange)
+        for name, context in order:
+            seconds, blocked, checksums = _timed_step(world, stack, context, clock)
+            alone = _network_alone(world, comparison.shape, context.plan, exchange)
             if repeat >= 0:  # the first warms up memory and connections
                 timings[name].step.append(seconds)
                 timings[name].blocked.append(blocked)

@@ -89,7 +89,7 @@ def _count_attention(world: RankWorld, variant: Variant, sequence_length: int) -
     plan = make_plan(variant, shape, sequence_length, world.size, world.rank)
     exchange, ledger = ContextGroupExchange(world.group), TrafficLedger()
     exchange.ledger = LayerLedger(ledger, layer=1)
-    context = make_context(plan, shape, exchange)
+    context = make_context(plan, shape, exchange, variant)
     heads = (shape.num_heads, shape.num_key_value_heads, shape.num_key_value_heads)
     torch.manual_seed(world.rank)
     query, key, value = (torch.randn(plan.layout.num_rows, 1, n, shape.head_dim, requires_grad=True) for n in heads)
