@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The self-test passes right kernels and refuses wrong ones, each by what is wrong with it."""
 
+import importlib.util
 import math
 import time
 import warnings
@@ -127,3 +128,13 @@ def test_each_combination_is_tested_once(monkeypatch: pytest.MonkeyPatch) -> Non
     checked_kernel.cache_clear()
     assert checked == [torch.bfloat16, torch.float32]
     assert kernels[0] is kernels[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: no GPU kernel is checked")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["torch", "flex", "transformer_engine"])
+def test_gpu_kernels_pass(name: str, dtype: torch.dtype) -> None:
+    if name == "transformer_engine" and importlib.util.find_spec(name) is None:
+        pytest.skip("Transformer Engine is not installed: its kernels are not checked")
+    checked_kernel(name, torch.device("cuda", 0), dtype, HeadShape(32, 8, 128))
