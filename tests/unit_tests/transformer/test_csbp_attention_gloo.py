@@ -3,7 +3,8 @@
 
 import json
 import os
-from dataclasses import dataclass, field
+import random
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_csbp.transformer.attention_plan import CleanAttention
+from megatron_csbp.transformer.collectives import start_all_gathers, start_reduce_scatters
 from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, Stream
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, add_results, attend_on_rank
+from tests.support.delayed_exchange import DelayedExchange
 from tests.support.dense_oracle import Result, dense_attention
 
 WORLD_SIZE = 4
+EXCHANGING = [Scheme.CONTEXT_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL]
+MOST_UNDER_WAY = 8
 CASES = {
     str(case): case
     for case in [
@@ -93,12 +99,58 @@ def facts_of(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
     }
 
 
+def results_with_delays(case: Case, groups: list[dist.ProcessGroup], late: int | None) -> tuple[list[Tensor], int]:
+    """Return this rank's share with collective `late` far behind the others, which take random times themselves."""
+    rank = dist.get_rank(groups[0])
+    jitter = random.Random(rank if late is None else 1000 * late + rank)
+    # Late on every second rank only: the others then have it under way for long.
+    exchange = DelayedExchange(
+        groups, lambda number: 0.04 * (number == late and rank % 2 == 0) + 0.002 * jitter.random()
+    )
+    share = attend_on_rank(case, case.problem(), replace(case.context(rank, exchange), num_head_groups=2))
+    return [share.out, share.dq, share.dk, share.dv], exchange.started
+
+
+def facts_of_delays(scheme: Scheme, groups: list[dist.ProcessGroup]) -> dict[str, Any]:
+    case = Case(scheme=scheme, group_size=WORLD_SIZE, num_query_heads=4, num_key_value_heads=2, micro_batch_size=2)
+    context = case.context(dist.get_rank(groups[0]), ContextGroupExchange(groups[0]))
+    share = attend_on_rank(case, case.problem(), replace(context, num_head_groups=2))
+    expected = [share.out, share.dq, share.dk, share.dv]
+    _, started = results_with_delays(case, groups, None)
+    same = {
+        late: all(map(torch.equal, results_with_delays(case, groups, late)[0], expected)) for late in range(started)
+    }
+    return {"started": started, "same": same}
+
+
+def facts_of_coalescing(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Run torch's own coalescing manager on gloo, which has the coalesced collectives that NCCL has."""
+    rank = dist.get_rank(group)
+    given = [torch.full((2, 3), 10.0 * number + rank) for number in range(4)]
+    gathered = [torch.empty(2 * WORLD_SIZE, 3) for _ in given]
+    scattered = [torch.empty(2, 3) for _ in given]
+    works = start_all_gathers(list(zip(gathered, given, strict=True)), group, coalesce=True)
+    for work in works:
+        work.wait()
+    scatters = start_reduce_scatters(list(zip(scattered, gathered, strict=True)), group, coalesce=True)
+    for work in scatters:
+        work.wait()
+    return {
+        "works": [len(works), len(scatters)],
+        "gathered": [tensor[::2, 0].tolist() for tensor in gathered],
+        "scattered": [tensor.unique().tolist() for tensor in scattered],
+    }
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
     half, _ = dist.new_subgroups(2)
     groups = {2: half, 4: dist.group.WORLD}
     facts = {name: facts_of(case, groups[case.group_size]) for name, case in CASES.items()}
+    whole = [dist.new_group() for _ in range(MOST_UNDER_WAY)]
+    facts |= {f"delays {scheme}": facts_of_delays(scheme, whole) for scheme in EXCHANGING}
+    facts["coalescing"] = facts_of_coalescing(whole[0])
     dist.destroy_process_group()
     Path(folder, f"rank{rank}.json").write_text(json.dumps(facts))
 
@@ -139,3 +191,18 @@ def test_the_wire_the_ledger_and_the_plan_agree_on_every_byte(facts: list[dict[s
         else:
             assert expected["clean"] > 0
             assert (expected["corrupted"] > 0) == (case.scheme is Scheme.CONTEXT_PARALLEL)
+
+
+@pytest.mark.parametrize("scheme", EXCHANGING)
+def test_delaying_any_one_collective_changes_no_bit(facts: list[dict[str, Any]], scheme: Scheme) -> None:
+    copies = 2 if scheme is Scheme.CONTEXT_PARALLEL else 1
+    for fact in (rank_facts[f"delays {scheme}"] for rank_facts in facts):
+        assert fact["started"] == 3 * 2 * copies, "three exchanges for each copy and head group"
+        assert fact["same"] == {str(late): True for late in range(fact["started"])}
+
+
+def test_torchs_coalescing_manager_runs_all_collectives_of_a_call_as_one_work(facts: list[dict[str, Any]]) -> None:
+    for rank, fact in enumerate(rank_facts["coalescing"] for rank_facts in facts):
+        assert fact["works"] == [1, 1]
+        assert fact["gathered"] == [[10.0 * number + other for other in range(WORLD_SIZE)] for number in range(4)]
+        assert fact["scattered"] == [[WORLD_SIZE * (10.0 * number + rank)] for number in range(4)]
