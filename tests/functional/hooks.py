@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong in a run, as hooks of `tests.support.recorded_entry`: called on every rank before the entry."""
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from megatron_csbp import forward_step
+from megatron_csbp.data.noise import SampleNoise
+from megatron_csbp.loss.objectives import block_diffusion, nemotron
+from megatron_csbp.loss.objectives.interface import BoolArray, CleanRows, FloatArray
+from megatron_csbp.transformer.layout import SequenceLayout
+
+
+def mask_nothing_on_the_last_rank() -> None:
+    """Draw noise that masks no token on the last rank."""
+    if is_last_rank():
+        _keep(lambda layout: np.ones(layout.num_rows, dtype=np.bool_))
+
+
+def mask_nothing_in_two_blocks() -> None:
+    """Draw noise that masks no token in blocks 0 and 5."""
+    _keep(lambda layout: np.isin(layout.positions // layout.block_size, (0, 5)))
+
+
+def mask_nothing_in_odd_samples() -> None:
+    """Draw noise that masks no token of every second sample, which is every second micro-batch of one sequence."""
+    calls = iter(range(10**9))
+    _keep(lambda layout: np.full(layout.num_rows, next(calls) % 2 == 1))
+
+
+def mask_nothing() -> None:
+    """Draw noise that masks no token at all."""
+    _keep(lambda layout: np.ones(layout.num_rows, dtype=np.bool_))
+
+
+def die_in_the_third_iteration() -> None:
+    """Kill the last rank, as the kernel does when memory runs out."""
+    if is_last_rank():
+        _at_micro_batch(3, lambda weights_BS: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def nan_from_the_third_iteration() -> None:
+    """Make the last rank's loss NaN."""
+    if is_last_rank():
+        _at_micro_batch(3, lambda weights_BS: weights_BS.fill_(float("nan")))
+
+
+def is_last_rank() -> bool:
+    return int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+
+
+def _keep(kept: Callable[[SequenceLayout], BoolArray]) -> None:
+    """Leave these rows unmasked, whatever the noise says."""
+    for module in (block_diffusion, nemotron):
+        draw = module.masked_rows
+
+        @functools.wraps(draw)
+        def masked_rows(
+            rows: CleanRows,
+            noise: SampleNoise,
+            layout: SequenceLayout,
+            move_chance: FloatArray | float,
+            draw: Callable[..., BoolArray] = draw,
+        ) -> BoolArray:
+            return draw(rows, noise, layout, move_chance) & ~kept(layout)
+
+        module.masked_rows = masked_rows
+
+
+def _at_micro_batch(first: int, act: Callable[[Any], object]) -> None:
+    """Act on the loss weights of a micro-batch and of all that follow."""
+    select = forward_step.select_loss_rows
+    calls = iter(range(1, 10**9))
+
+    @functools.wraps(select)
+    def select_loss_rows(targets_BS: Any, weights_BS: Any, is_corrupted_S: Any) -> Any:
+        if next(calls) >= first:
+            act(weights_BS)
+        return select(targets_BS, weights_BS, is_corrupted_S)
+
+    forward_step.select_loss_rows = select_loss_rows
