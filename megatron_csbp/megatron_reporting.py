@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's hooks, timers, writers and FLOPs statistics: the part of `megatron_compat` that measuring needs.
 
-Its symbols are in `megatron_compat.REQUIRED_SYMBOLS`. Nothing here imports Megatron until it is called.
+Its symbols are in `required_symbols.REQUIRED_SYMBOLS`. Nothing here imports Megatron until it is called.
 """
 
 import copy

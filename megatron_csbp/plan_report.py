@@ -33,7 +33,7 @@ MODELS = {
 }
 """Nemotron Labs Diffusion, as published."""
 EXCHANGES = 3
-"""Exchanges of a layer in a training step: keys and values in forward and again in backward, and their gradients."""
+"""Times that a layer exchanges a copy in a training step: K/V in forward and again in backward, and dK/dV."""
 _BF16_BYTES = 2
 _SCHEMES = (Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
 

@@ -142,6 +142,17 @@ def test_any_rank_says_that_bytes_or_layers_disagree(tmp_path: Path, capsys: pyt
     assert "measured and closed form DISAGREE" in capsys.readouterr().out
 
 
+def test_heads_may_be_sent_in_groups(tmp_path: Path) -> None:
+    report = TrafficReport(str(tmp_path / "ledger.jsonl"), rank=1)
+    report.expect_micro_batch([(3, plan_of())], arguments(), training=True)
+    for transfer, whole in closed_form(arguments(), plan_of(), 3, training=True).items():
+        for _ in range(3):
+            report.ledger.add(transfer, Volume(1, whole.payload_bytes // 3, whole.remote_bytes // 3))
+    report.end_iteration(1)
+    assert report.agrees
+    assert [transfer["exchanges"] for transfer in lines_of(tmp_path, 1)[0]["transfers"]] == [3, 3, 3]
+
+
 def test_a_run_that_failed_gets_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Instruments:
         closed = 0
