@@ -61,6 +61,12 @@ REFUSED = {
         "--tensor-model-parallel-size 3",
         "for example --seq-length 48",
     ),
+    "a ledger in a folder that is not there": (
+        "--csbp-ledger nowhere/bytes.jsonl",
+        "--csbp-ledger nowhere/bytes.jsonl names a folder that does not exist",
+        "make nowhere",
+        "--csbp-ledger bytes.jsonl",
+    ),
     "a mask id below 0": ("--mask-token-id -1", "--mask-token-id -1 must be at least 0; for example 100."),
     "a diffusion loss without weight": (
         "--diffusion-loss-weight 0",
