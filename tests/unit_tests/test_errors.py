@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's mistake is one line on standard error and exit status 2; anything else keeps its traceback."""
+
+import pytest
+
+from megatron_csbp.errors import user_errors
+
+
+def test_a_value_error_becomes_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as stop, user_errors():
+        raise ValueError("--seq-length 7 must be 8.")
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err == "megatron_csbp: rank 3: error: --seq-length 7 must be 8.\n"
+    assert captured.out == ""
+
+
+def test_outside_torchrun_no_rank_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit), user_errors():
+        raise ValueError("no.")
+    assert capsys.readouterr().err == "megatron_csbp: error: no.\n"
+
+
+def test_our_own_faults_pass_through() -> None:
+    with pytest.raises(KeyError), user_errors():
+        raise KeyError("ours")
+
+
+def test_argparse_errors_pass_through() -> None:
+    with pytest.raises(SystemExit) as stop, user_errors():
+        raise SystemExit(0)
+    assert stop.value.code == 0

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster's launch script runs on a CPU, and says what was changed for that."""
+
+import pytest
+
+from megatron_csbp.cpu_runtime import RuntimeInfo
+from megatron_csbp.runtime_arguments import adapt_to_runtime
+from tests.support.megatron_arguments import parse
+
+CPU = RuntimeInfo("cpu", "a test", threads=1)
+CUDA = RuntimeInfo("cuda", "a test", threads=1)
+
+
+@pytest.mark.parametrize(
+    "flags, name, value",
+    [
+        ("--transformer-impl transformer_engine", "transformer_impl", "local"),
+        ("", "no_persist_layer_norm", True),
+        ("", "gradient_accumulation_fusion", False),
+        ("", "masked_softmax_fusion", False),
+        ("", "apply_rope_fusion", False),
+        ("--distributed-backend nccl", "distributed_backend", "gloo"),
+        ("--tp-comm-overlap", "tp_comm_overlap", False),
+    ],
+)
+def test_what_names_cuda_code_is_changed_and_told(flags: str, name: str, value: object) -> None:
+    args, _ = parse(flags)
+    before = getattr(args, name)
+    assert before != value
+    changes = {change.name: change for change in adapt_to_runtime(args, CPU)}
+    assert getattr(args, name) == value
+    assert (changes[name].before, changes[name].after) == (before, value)
+    assert changes[name].reason.startswith("CPU runtime: ")
+
+
+def test_what_already_fits_is_not_told() -> None:
+    args, _ = parse("--transformer-impl local --no-rope-fusion")
+    names = {change.name for change in adapt_to_runtime(args, CPU)}
+    assert not {"transformer_impl", "apply_rope_fusion"} & names
+    assert adapt_to_runtime(args, CPU) == []
+
+
+def test_cuda_changes_nothing() -> None:
+    args, _ = parse("--tp-comm-overlap")
+    before = dict(vars(args))
+    assert adapt_to_runtime(args, CUDA) == []
+    assert vars(args) == before
