@@ -41,7 +41,7 @@ def standard_library_documents(total_bytes: int) -> list[Path]:
 
 
 def build_tokenizer(documents: Sequence[Path], folder: Path, vocab_size: int) -> int:
-    """Train a byte-level BPE, save it where `--tokenizer-type HuggingFaceTokenizer` loads it, and return the mask's id.
+    """Train a byte-level BPE, save it for `--tokenizer-type HuggingFaceTokenizer`, and return the id of the mask.
 
     Args:
         documents: UTF-8 text files.

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo on a toy: every step as in `make demo`, and what it says when something is wrong."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.support.megatron_run import ROOT, environment
+
+DEMO = ROOT / "examples" / "demo"
+
+
+def run_demo(output: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(DEMO / "run.py"), "--size", "quick", "--output", str(output)]
+    return subprocess.run(
+        command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    folder = tmp_path_factory.mktemp("demo")
+    output = folder / "results"
+    output.mkdir()
+    (output / "made-by-the-demo").touch()
+    (output / "stale").touch()
+    return run_demo(output, folder), output
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    names = ("report", "sizes", "training")
+    monkeypatch.syspath_prepend(DEMO)
+    yield import_module("report")
+    for name in names:
+        sys.modules.pop(name)
+
+
+def test_the_demo_trains_and_shows_parity_bytes_and_results(
+    finished: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    run, output = finished
+    assert run.returncode == 0, run.stdout + run.stderr
+    record = json.loads((output / "report.json").read_text())
+    runs: dict[str, Any] = record["runs"]
+    for scheme in ("one rank", "CP"):
+        assert len(runs[scheme]["losses"]) == record["size"]["parity_iterations"]
+        for iteration, loss in runs[scheme]["losses"].items():
+            assert runs["CSBP"]["losses"][iteration] == pytest.approx(loss, rel=2e-6)
+    assert len(runs["CSBP"]["losses"]) == record["size"]["iterations"]
+    moved = {scheme: numbers["measured"] for scheme, numbers in record["bytes per layer"].items()}
+    assert moved["CP"] == 2 * moved["CSBP"] > 0
+    assert runs["CSBP"]["nelbos"]["20"] < runs["CSBP"]["losses"]["1"]
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (output / "checkpoint" / "latest_checkpointed_iteration.txt").read_text() == "20"
+
+
+def test_the_demo_starts_clean(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    _, output = finished
+    assert not (output / "stale").exists()
+
+
+def test_the_demo_keeps_megatrons_log_to_files(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    run, output = finished
+    assert "elapsed time per iteration" in (output / "csbp.log").read_text()
+    assert "elapsed time per iteration" not in run.stdout
+    assert "iteration  20/20" in run.stdout
+    assert len(run.stdout.splitlines()) < 80
+
+
+def test_the_demo_does_not_empty_a_folder_that_it_did_not_make(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    run = run_demo(tmp_path, tmp_path)
+    assert run.returncode == 1
+    assert f"--output {tmp_path} is not empty and was not made by the demo" in run.stderr
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_curve_that_differs_fails(report: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    training, sizes = sys.modules["training"], sys.modules["sizes"]
+    losses = {1: 7.0, 2: 6.5, 3: 6.0}
+    csbp = training.RunRecord(losses=losses, nelbos={3: 6.1})
+    off = training.RunRecord(losses={1: 7.0, 2: 6.5 * (1 + 3e-6)})
+    missing = training.RunRecord(losses={4: 5.9})
+    traffic = {"CSBP": report.Traffic(10, 10), "CP": report.Traffic(20, 21)}
+    parity = {"one rank": report.compare(off, csbp), "CP": report.compare(missing, csbp)}
+    assert report.compare(csbp, csbp).holds
+    failures = report.print_summary(sizes.SIZES["quick"], csbp, parity, traffic, sizes.PAPER_CASE)
+    assert [failure.split(":")[0] for failure in failures] == [
+        "the losses of CSBP and of one rank differ by more than 2e-06",
+        "the losses of CSBP and of CP differ by more than 2e-06",
+        "the ledger of CP measured 21 bytes, not 20",
+    ]
+    assert "DIFFER" in capsys.readouterr().out
+
+
+def test_a_loss_that_does_not_fall_fails(report: ModuleType) -> None:
+    training, sizes = sys.modules["training"], sys.modules["sizes"]
+    flat = training.RunRecord(losses=dict.fromkeys(range(1, 21), 7.0))
+    failures = report.print_summary(sizes.SIZES["quick"], flat, {}, {}, sizes.PAPER_CASE)
+    assert failures == ["the loss did not fall clearly: 7.000 -> 7.000", "no evaluation in the log"]
+
+
+def test_a_run_that_fails_shows_its_own_message_and_where_the_log_is(report: ModuleType, tmp_path: Path) -> None:
+    training = sys.modules["training"]
+    log = tmp_path / "run.log"
+    with pytest.raises(training.DemoError) as failure:
+        training.train("Training", ["--bp-size", "2"], 1, 1, 1, log)
+    assert "error: --block-parallel-size 2 needs --diffusion-block-size" in str(failure.value)
+    assert "Traceback" not in str(failure.value)
+    assert str(log) in str(failure.value)

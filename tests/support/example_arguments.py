@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes a command line through Megatron's parser and all checks at the world size that it is for, on one process.
+
+Nothing before training communicates, so one process can be any rank of any world.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+FACTS = (
+    "clean_seq_length",
+    "context_parallel_size",
+    "block_parallel_size",
+    "data_parallel_size",
+    "diffusion_scheme",
+    "padded_vocab_size",
+    "mask_token_id",
+    "seq_length",
+)
+
+
+def validate(request: dict[str, Any]) -> None:
+    """Validate a command line and write down what came out.
+
+    Args:
+        request: `arguments`; `world_size`; `facts`: file to write JSON to.
+    """
+    from megatron_csbp import cpu_runtime, megatron_compat, training_setup
+
+    os.environ["WORLD_SIZE"] = str(request["world_size"])
+    runtime = cpu_runtime.install("cpu")
+    megatron_compat.ensure_dataset_helpers()
+    sys.argv = ["pretrain_gpt", *request["arguments"]]
+    args = training_setup.parse_and_validate_args(runtime)
+    config = training_setup.model_config_from_args(args)
+    facts: dict[str, Any] = {name: getattr(args, name) for name in FACTS}
+    facts["model"] = {
+        name: value
+        for name, value in (asdict(config.transformer) | vars(config.transformer)).items()
+        if isinstance(value, int | float | str)
+    }
+    Path(request["facts"]).write_text(json.dumps(facts))
