@@ -8,6 +8,7 @@ that works.
 from argparse import Namespace
 from pathlib import Path
 
+from megatron_csbp.performance_arguments import check_head_groups, check_loss_chunk_rows
 from megatron_csbp.transformer.layout import length_error, required_multiple, resolve_scheme
 from megatron_csbp.unsupported_features import UNSUPPORTED
 
@@ -21,6 +22,9 @@ _OWN_FLAGS = (
     "--noise-eps",
     "--block-assignment",
     "--csbp-attention-backend",
+    "--csbp-head-groups",
+    "--csbp-grad-reduce-dtype",
+    "--csbp-loss-chunk-rows",
     "--csbp-ledger",
     "--csbp-timing",
 )
@@ -50,6 +54,8 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
         check_noise,
         check_unsupported,
         check_position_embedding,
+        check_head_groups,
+        check_loss_chunk_rows,
         check_ledger,
     ):
         rule(args)

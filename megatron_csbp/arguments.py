@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_csbp.argument_rules import check_before_megatron
+from megatron_csbp.performance_arguments import add_performance_arguments
 from megatron_csbp.transformer.attention_plan import CleanAttention
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout, resolve_scheme
 
@@ -76,6 +77,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "where that is installed and --attention-backend leaves its fused attention on, and else torch. The start "
         "summary says which. The choice is tested before the first step.",
     )
+    add_performance_arguments(group)
     add_device_argument(group)
     _add_measuring_arguments(group)
     return parser

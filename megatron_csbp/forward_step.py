@@ -81,7 +81,7 @@ class BlockDiffusionForwardStep:
             batch["tokens"],
             batch["position_ids"],
             None,
-            output_processor=RowLosses(excluded, self.args.padded_vocab_size),
+            output_processor=RowLosses(excluded, self.args.padded_vocab_size, self.args.csbp_loss_chunk_rows),
             output_processor_context=selection,
         )
         return output, partial(self._loss, batch, selection, evaluating=not model.training)

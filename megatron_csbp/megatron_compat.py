@@ -151,28 +151,37 @@ def check_loss(loss: Tensor, args: Namespace) -> None:
         )
 
 
-@contextlib.contextmanager
-def full_sequence_output_layer(output_layer: Any, hidden_states: Tensor, config: Any) -> Iterator[Tensor]:
-    """Gathers sequence-parallel rows in front of the output layer, so that single rows can be picked.
+def gather_sequence(hidden_states: Tensor, config: Any) -> Tensor:
+    """Gathers sequence-parallel rows, so that single rows can be picked for `output_layer_of_whole_rows`.
 
-    The layer would gather by itself, but then it would compute the logits of every row. While the context is open it
-    does not; its input gradient is then all-reduced, so the gather's own backward only takes this rank's part.
+    Args:
+        hidden_states: Rows of this rank, [S / tensor-parallel size, B, H] with sequence parallelism, else [S, B, H].
+        config: The model's ``TransformerConfig``.
+
+    Returns:
+        [S, B, H], on every tensor-parallel rank.
+    """
+    if not config.sequence_parallel:
+        return hidden_states
+    mappings = importlib.import_module("megatron.core.tensor_parallel")
+    # The output layer all-reduces its input gradient, so the gather's own backward only takes this rank's part.
+    gathered: Tensor = mappings.gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+    return gathered
+
+
+@contextlib.contextmanager
+def output_layer_of_whole_rows(output_layer: Any, config: Any) -> Iterator[None]:
+    """While open, the output layer takes rows that are whole on every tensor-parallel rank, and gathers nothing.
 
     Args:
         output_layer: Megatron's ``ColumnParallelLinear``.
-        hidden_states: Rows of this rank, [S / tensor-parallel size, B, H] with sequence parallelism, else [S, B, H].
         config: The model's ``TransformerConfig``.
     """
-    if not config.sequence_parallel:
-        yield hidden_states
-        return
-    mappings = importlib.import_module("megatron.core.tensor_parallel")
-    gathered = mappings.gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
     output_layer.sequence_parallel = False
     try:
-        yield gathered
+        yield
     finally:
-        output_layer.sequence_parallel = True
+        output_layer.sequence_parallel = config.sequence_parallel
 
 
 def load_checkpoint_arguments(folder: Path, iteration: int) -> Namespace | None:

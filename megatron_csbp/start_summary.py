@@ -11,10 +11,11 @@ from megatron_csbp import megatron_compat
 from megatron_csbp.arguments import Change, is_block_diffusion, sequence_layout
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.model_flops import ModelFlops
-from megatron_csbp.traffic_report import unit_bytes
+from megatron_csbp.performance_arguments import local_key_value_heads, unit_bytes
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.kernels import AttentionKernel, HeadShape, checked_kernel
 from megatron_csbp.transformer.layout import Stream
+from megatron_csbp.transformer.traffic_ledger import Collective
 
 _MAX_RANKS_SHOWN = 8
 
@@ -76,6 +77,7 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
     if layout.group_size > _MAX_RANKS_SHOWN:
         lines.append(f"    ... and so on ({layout.assignment})")
     lines.append(_traffic_line(args, plan))
+    lines.append(_exchange_line(args))
     lines.append(_flops_line(args))
     if args.hidden_dropout:
         lines.append(f"  note: with --hidden-dropout {args.hidden_dropout} losses differ between topologies")
@@ -84,8 +86,7 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
 
 def _tested_kernel(args: Namespace, runtime: RuntimeInfo) -> AttentionKernel:
     device = torch.device("cpu") if runtime.device == "cpu" else torch.device("cuda", args.local_rank)
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    query, key = (max(1, heads // args.tensor_model_parallel_size) for heads in (args.num_attention_heads, groups))
+    query, key = args.num_attention_heads // args.tensor_model_parallel_size, local_key_value_heads(args)
     return checked_kernel(
         args.csbp_attention_backend,
         device,
@@ -96,12 +97,23 @@ def _tested_kernel(args: Namespace, runtime: RuntimeInfo) -> AttentionKernel:
 
 
 def _traffic_line(args: Namespace, plan: AttentionPlan) -> str:
-    per_stream = {stream: unit_bytes(args, plan, stream) for stream in Stream}
-    total = 3 * sum(per_stream.values())
+    per_stream = {
+        stream: 2 * unit_bytes(args, plan, stream) + unit_bytes(args, plan, stream, Collective.REDUCE_SCATTER)
+        for stream in Stream
+    }
+    total = sum(per_stream.values())
     return (
         f"  attention traffic per layer, rank and micro-batch: {total / 2**20:.2f} MiB from other ranks (keys and "
         "values in forward and again in backward, their gradients once; corrupted copy: "
-        f"{3 * per_stream[Stream.CORRUPTED]} bytes)"
+        f"{per_stream[Stream.CORRUPTED]} bytes)"
+    )
+
+
+def _exchange_line(args: Namespace) -> str:
+    dtype = args.csbp_grad_reduce_dtype or str(args.params_dtype).removeprefix("torch.")
+    return (
+        f"  exchange: {local_key_value_heads(args)} key/value heads of a rank in {args.csbp_head_groups} group(s), "
+        f"gradients in {dtype}; loss: at most {args.csbp_loss_chunk_rows or 'all'} rows of logits at a time"
     )
 
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_csbp.performance_arguments import unit_bytes
 from megatron_csbp.transformer.attention_plan import AttentionPlan
-from megatron_csbp.transformer.layout import Stream
 from megatron_csbp.transformer.traffic_ledger import (
     Collective,
     Direction,
@@ -39,19 +39,6 @@ TRAINING = (
 EVALUATION = TRAINING[:1]
 
 
-def unit_bytes(args: Namespace, plan: AttentionPlan, stream: Stream) -> int:
-    """Return the closed form of the bytes that one exchange of one copy brings to this rank from others.
-
-    Args:
-        args: Megatron's validated arguments.
-        plan: the rank's plan.
-        stream: the copy.
-    """
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    heads = max(1, groups // args.tensor_model_parallel_size)
-    return plan.remote_bytes(stream, heads, args.kv_channels, args.params_dtype.itemsize, args.micro_batch_size)
-
-
 def closed_form(args: Namespace, plan: AttentionPlan, layer: int, *, training: bool) -> Volumes:
     """Return what one layer has to exchange for one micro-batch.
 
@@ -63,10 +50,10 @@ def closed_form(args: Namespace, plan: AttentionPlan, layer: int, *, training: b
     """
     volumes: Volumes = {}
     for stream in plan.exchanged_streams:
-        remote = unit_bytes(args, plan, stream)
-        volume = Volume(1, remote * plan.layout.group_size // (plan.layout.group_size - 1), remote)
         for collective, direction in TRAINING if training else EVALUATION:
-            volumes[Transfer(layer, stream, collective, direction)] = volume
+            remote = unit_bytes(args, plan, stream, collective)
+            payload = remote * plan.layout.group_size // (plan.layout.group_size - 1)
+            volumes[Transfer(layer, stream, collective, direction)] = Volume(args.csbp_head_groups, payload, remote)
     return volumes
 
 

@@ -25,10 +25,11 @@ from megatron_csbp.forward_step import BlockDiffusionForwardStep
 from megatron_csbp.instruments import instruments_from_args
 from megatron_csbp.loss.objectives import Objective, ObjectiveConfig, build_objective
 from megatron_csbp.model import BlockDiffusionModelConfig
+from megatron_csbp.performance_arguments import fill_head_groups, fill_loss_chunk_rows
 from megatron_csbp.runtime_arguments import adapt_to_runtime
 from megatron_csbp.start_summary import print_start_summary
-from megatron_csbp.transformer.attention_plan import CleanAttention
-from megatron_csbp.transformer.core_attention import BlockDiffusionSettings
+from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.core_attention import GRAD_REDUCE_DTYPES, BlockDiffusionSettings
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme
 
 ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
@@ -71,6 +72,9 @@ def parse_and_validate_args(
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, before, after)
     if arguments.is_block_diffusion(args):
         check_vocabulary(args)
+        layout = arguments.sequence_layout(args, rank=0)
+        fill_head_groups(args, AttentionPlan(layout, CleanAttention(args.clean_attention)))
+        fill_loss_chunk_rows(args)
         check_resume(args)
         validate_data_files(args)
     print_start_summary(args, runtime, changes)
@@ -106,6 +110,8 @@ def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
         assignment=BlockAssignment(args.block_assignment),
         clean_attention=CleanAttention(args.clean_attention),
         backend=args.csbp_attention_backend,
+        num_head_groups=args.csbp_head_groups,
+        grad_reduce_dtype=GRAD_REDUCE_DTYPES[args.csbp_grad_reduce_dtype],
     )
     return config
 

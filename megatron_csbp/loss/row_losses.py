@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-entropy of the rows that carry loss, and of no other row.
+"""Cross-entropy of the rows that carry loss, and of no other row, a chunk of rows at a time.
 
-Shapes: S local rows, B micro-batch, H hidden size, R rows with loss of all sequences of a micro-batch, V vocabulary on
-    this
-tensor-parallel rank.
+Logits and their softmax are the largest tensors of a model with a large vocabulary: 128K rows of 128K logits in fp32
+are 64 GiB. So a chunk's logits are dropped after its loss and computed again in the backward pass.
+
+Shapes: S local rows, B micro-batch, H hidden size, R rows with loss of all sequences of a micro-batch or of one chunk,
+V vocabulary on this tensor-parallel rank.
 """
 
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_csbp import megatron_compat
+from megatron_csbp.loss.chunked_losses import losses_in_chunks
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,13 @@ class RowLosses:
     Attributes:
         excluded_token_id: logit that corrupted rows may not predict (the mask id), or None.
         padded_vocab_size: V times the tensor-parallel size.
+        chunk_rows: rows whose logits exist at a time; 0 for all. More rows than this are cut into chunks, whose
+            logits are computed a second time in the backward pass.
     """
 
     excluded_token_id: int | None
     padded_vocab_size: int
+    chunk_rows: int = 0
 
     def __call__(
         self,
@@ -77,21 +83,32 @@ class RowLosses:
         **unused: Any,
     ) -> Tensor:
         """Return the cross-entropy [R] in fp32. `context` is the selection; the rest is what GPTModel hands over."""
-        with megatron_compat.full_sequence_output_layer(output_layer, hidden_states, config) as hidden_SBH:
-            rows_R1H = hidden_SBH.flatten(0, 1).index_select(0, context.rows_R).unsqueeze(1)
-            logits_R1V, _ = output_layer(rows_R1H, weight=output_weight)
-        logits_R1V = scale_logits(logits_R1V)
-        if self.excluded_token_id is not None:
-            logits_R1V = self._without_token(self.excluded_token_id, logits_R1V, context)
-        losses_1R: Tensor = compute_language_model_loss(context.targets_R.unsqueeze(0), logits_R1V)
-        return losses_1R.view(-1).float()
 
-    def _without_token(self, token_id: int, logits_R1V: Tensor, selection: LossRowSelection) -> Tensor:
-        """Set the mask id's logit of corrupted rows to -inf, save where the data has that token as the target."""
+        def losses_of(rows_R1H: Tensor, weight_VH: Tensor, chunk: slice) -> Tensor:
+            # Entered here, since a chunk's backward pass computes it again when this call is long over.
+            with megatron_compat.output_layer_of_whole_rows(output_layer, config):
+                logits_R1V, _ = output_layer(rows_R1H, weight=weight_VH)
+            logits_R1V = scale_logits(logits_R1V)
+            targets_R = context.targets_R[chunk]
+            if self.excluded_token_id is not None:
+                excludes_R = context.corrupted_R[chunk] & (targets_R != self.excluded_token_id)
+                logits_R1V = self._without_token(self.excluded_token_id, logits_R1V, excludes_R)
+            losses_1R: Tensor = compute_language_model_loss(targets_R.unsqueeze(0), logits_R1V)
+            return losses_1R.view(-1).float()
+
+        hidden_SBH = megatron_compat.gather_sequence(hidden_states, config)
+        rows_R1H = hidden_SBH.flatten(0, 1).index_select(0, context.rows_R).unsqueeze(1)
+        weight_VH = output_layer.weight if output_weight is None else output_weight
+        if not 0 < self.chunk_rows < context.rows_R.numel():
+            return losses_of(rows_R1H, weight_VH, slice(None))
+        fuses = bool(config.gradient_accumulation_fusion) and hasattr(weight_VH, "main_grad")
+        return losses_in_chunks(losses_of, rows_R1H, weight_VH, self.chunk_rows, fuses_weight_gradient=fuses)
+
+    def _without_token(self, token_id: int, logits_R1V: Tensor, excludes_R: Tensor) -> Tensor:
+        """Set the mask id's logit to -inf in rows of the corrupted copy, save where the data has it as the target."""
         vocab = logits_R1V.shape[-1]
         column = token_id - megatron_compat.first_vocabulary_id(vocab, self.padded_vocab_size)
         if not 0 <= column < vocab:
             return logits_R1V
-        excludes_R = selection.corrupted_R & (selection.targets_R != token_id)
         is_token_V = torch.arange(vocab, device=logits_R1V.device) == column
         return logits_R1V.masked_fill(excludes_R.view(-1, 1, 1) & is_token_V, -torch.inf)

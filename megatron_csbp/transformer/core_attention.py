@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
@@ -23,6 +24,9 @@ from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLa
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger
 from megatron_csbp.transformer.wait_clock import WaitClock
 
+GRAD_REDUCE_DTYPES = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""What the values of `--csbp-grad-reduce-dtype` mean."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDiffusionSettings:
@@ -35,6 +39,8 @@ class BlockDiffusionSettings:
         assignment: which chunks a rank owns.
         clean_attention: mask of the clean copy.
         backend: value of `--csbp-attention-backend`.
+        num_head_groups: groups in which heads are exchanged and computed.
+        grad_reduce_dtype: dtype in which key and value gradients cross a link; None for that of the keys.
     """
 
     sequence_length: int
@@ -43,6 +49,8 @@ class BlockDiffusionSettings:
     assignment: BlockAssignment
     clean_attention: CleanAttention
     backend: str = "auto"
+    num_head_groups: int = 1
+    grad_reduce_dtype: torch.dtype | None = None
 
     def layout(self, group_size: int, rank: int) -> SequenceLayout:
         """Return the rows of one rank of a context group."""
@@ -165,5 +173,7 @@ class CSBPCoreAttention(MegatronModule):
             ),
             scale=self._softmax_scale,
             exchange=self._exchange,
+            num_head_groups=self._settings.num_head_groups,
+            grad_payload_dtype=self._settings.grad_reduce_dtype,
         )
         return block_diffusion_attention(query_SBND, key_SBKD, value_SBKD, context).flatten(2)

@@ -78,6 +78,18 @@ TOPOLOGIES = {
     "ep2 x csbp2": Topology("moe", 4, [*CSBP2, "--expert-model-parallel-size", "2"]),
     "one micro-batch": Topology("block-diffusion", 1, ["--micro-batch-size", "4"]),
     "csbp2, four micro-batches": Topology("block-diffusion", 2, [*CSBP2, "--micro-batch-size", "1"]),
+    "csbp2, head groups, recomputed, loss in chunks": Topology(
+        "nemotron",
+        2,
+        [
+            *CSBP2,
+            *words("--csbp-head-groups 2 --csbp-loss-chunk-rows 7 --csbp-grad-reduce-dtype fp32"),
+            *words("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+        ],
+    ),
+    "tp2 x cp2, sequence parallel, loss in chunks": Topology(
+        "block-diffusion", 4, [*TP2, SP, *CP2, "--csbp-loss-chunk-rows", "9"]
+    ),
     "csbp2, contiguous": Topology("block-diffusion", 2, [*CSBP2, "--block-assignment", "contiguous"]),
     "csbp2, selective recompute": Topology("block-diffusion", 2, [*CSBP2, "--recompute-granularity", "selective"]),
     "csbp2, full recompute": Topology(

@@ -67,6 +67,26 @@ REFUSED = {
         "make nowhere",
         "--csbp-ledger bytes.jsonl",
     ),
+    "head groups that do not divide the key/value heads": (
+        "--group-query-attention --num-attention-heads 16 --num-query-groups 8 --csbp-head-groups 3",
+        "--csbp-head-groups 3 must divide the 8 key/value heads of a tensor-parallel rank",
+        "use 1 or 2 or 4 or 8.",
+    ),
+    "head groups that only divide the key/value heads of all tensor-parallel ranks": (
+        "--group-query-attention --num-attention-heads 16 --num-query-groups 8 --tensor-model-parallel-size 4 "
+        "--csbp-head-groups 4",
+        "--csbp-head-groups 4 must divide the 2 key/value heads",
+        "(--tensor-model-parallel-size 4); use 1 or 2.",
+    ),
+    "no head groups at all": (
+        "--num-attention-heads 4 --csbp-head-groups 0",
+        "--csbp-head-groups 0 must divide the 4 key/value heads",
+    ),
+    "a negative number of rows in a chunk of the loss": (
+        "--csbp-loss-chunk-rows -1",
+        "--csbp-loss-chunk-rows -1 must be at least 0",
+        "4096 is a usual value",
+    ),
     "a mask id below 0": ("--mask-token-id -1", "--mask-token-id -1 must be at least 0; for example 100."),
     "a diffusion loss without weight": (
         "--diffusion-loss-weight 0",
@@ -154,6 +174,9 @@ ACCEPTED = {
     "yarn": "--position-embedding-type yarn",
     "learned positions": "--position-embedding-type learned_absolute",
     "no positions": "--position-embedding-type none",
+    "a group for each head": "--num-attention-heads 12 --csbp-head-groups 12 --bp-size 2 --context-parallel-size 2",
+    "all rows of logits at once": "--csbp-loss-chunk-rows 0",
+    "gradients in fp32": "--bf16 --csbp-grad-reduce-dtype fp32",
 }
 
 
@@ -214,6 +237,7 @@ ASKED_FOR = {
     "use_megatron_fsdp": "--use-megatron-fsdp",
     "use_torch_fsdp2": "--use-torch-fsdp2",
     "perform_rl_step": "--perform-rl-step",
+    "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
     "logits_load_dir": "--logits-load-dir logits",
     "attention_backend": "--attention-backend local",
 }

@@ -31,6 +31,8 @@ def arguments(iteration: int = 0) -> Namespace:
         params_dtype=torch.bfloat16,
         micro_batch_size=2,
         curr_iteration=iteration,
+        csbp_head_groups=1,
+        csbp_grad_reduce_dtype=None,
     )
 
 
@@ -59,6 +61,20 @@ def test_heads_are_all_heads_without_groups_and_one_where_ranks_outnumber_them()
     args.group_query_attention, args.num_query_groups = True, 1
     (volume, *_) = closed_form(args, plan_of(), 1, training=True).values()
     assert 3 * volume.remote_bytes == UNIT
+
+
+@pytest.mark.parametrize("dtype, factor", [("bf16", 1), ("fp32", 2)])
+def test_gradients_count_in_the_dtype_in_which_they_travel(dtype: str, factor: int) -> None:
+    args = arguments()
+    args.csbp_grad_reduce_dtype = dtype
+    for transfer, volume in closed_form(args, plan_of(), 1, training=True).items():
+        assert volume.remote_bytes == UNIT * (factor if transfer.collective is Collective.REDUCE_SCATTER else 1)
+
+
+def test_head_groups_split_exchanges_and_no_byte_changes() -> None:
+    args = arguments()
+    args.csbp_head_groups = 3
+    assert set(closed_form(args, plan_of(), 1, training=True).values()) == {Volume(3, UNIT * 4 // 3, UNIT)}
 
 
 def run(report: TrafficReport, iteration: int, *, training: bool = True, scale: int = 1) -> None:

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that change speed and memory but no result beyond rounding, and what they are by default.
+
+Imports nothing of Megatron.
+"""
+
+import argparse
+from argparse import ArgumentParser, Namespace
+
+from megatron_csbp.transformer.attention_plan import AttentionPlan
+from megatron_csbp.transformer.head_groups import default_head_groups
+from megatron_csbp.transformer.layout import Stream
+from megatron_csbp.transformer.traffic_ledger import Collective
+
+# Fewer rows at a time would leave the output layer's matrix product too small to be efficient.
+_LEAST_CHUNK_ROWS = 512
+_CHUNK_BYTES = 2**29
+
+GRAD_REDUCE_ITEMSIZES = {"bf16": 2, "fp32": 4}
+"""Values of `--csbp-grad-reduce-dtype` and their bytes for each element."""
+
+
+def add_performance_arguments(group: ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the flags."""
+    group.add_argument(
+        "--csbp-head-groups",
+        type=int,
+        default=None,
+        metavar="G",
+        help="Exchange and compute key/value heads in G groups, with their query heads: while one group attends, the "
+        "next is gathered and the gradients of the one before are reduce-scattered, so that the gathered keys of at "
+        "most two groups are alive (recomputation keeps all groups of the one layer at work). Must divide the "
+        "key/value heads of a tensor-parallel rank. Default: from sizes, at most 4, with at least 64 MiB in a group; "
+        "the start summary says how many.",
+    )
+    group.add_argument(
+        "--csbp-grad-reduce-dtype",
+        choices=list(GRAD_REDUCE_ITEMSIZES),
+        default=None,
+        help="Dtype in which key and value gradients are reduce-scattered over the context group. They are summed in "
+        "fp32 on each rank. Default: that of the parameters. fp32 sends twice the bytes of bf16.",
+    )
+    group.add_argument(
+        "--csbp-loss-chunk-rows",
+        type=int,
+        default=None,
+        metavar="ROWS",
+        help="Rows whose logits exist at a time. A micro-batch with more rows with loss computes their logits in "
+        "chunks, and a second time in the backward pass. 0: all rows at once. Default: as many as have 512 MiB of "
+        "fp32 logits, and at least 512.",
+    )
+
+
+def check_head_groups(args: Namespace) -> None:
+    """G divides the key/value heads of a tensor-parallel rank."""
+    groups = args.csbp_head_groups
+    if groups is None:
+        return
+    heads = local_key_value_heads(args)
+    if groups < 1 or heads % groups:
+        works = [str(count) for count in range(1, heads + 1) if heads % count == 0]
+        raise ValueError(
+            f"--csbp-head-groups {groups} must divide the {heads} key/value heads of a tensor-parallel rank "
+            f"(--tensor-model-parallel-size {args.tensor_model_parallel_size}); use {' or '.join(works)}."
+        )
+
+
+def check_loss_chunk_rows(args: Namespace) -> None:
+    """Rows in a chunk of the loss are not negative."""
+    rows = args.csbp_loss_chunk_rows
+    if rows is not None and rows < 0:
+        raise ValueError(
+            f"--csbp-loss-chunk-rows {rows} must be at least 0; 0 computes all rows at once, 4096 is a usual value."
+        )
+
+
+def fill_head_groups(args: Namespace, plan: AttentionPlan) -> None:
+    """Choose the number of head groups unless the user did.
+
+    Args:
+        args: validated arguments; changed in place.
+        plan: any rank's plan.
+    """
+    if args.csbp_head_groups is None:
+        remote = sum(unit_bytes(args, plan, stream) for stream in plan.exchanged_streams)
+        gathered_bytes = remote * plan.layout.group_size // max(1, plan.layout.group_size - 1)
+        args.csbp_head_groups = default_head_groups(
+            local_key_value_heads(args), gathered_bytes, recomputes=recomputes_attention(args)
+        )
+
+
+def fill_loss_chunk_rows(args: Namespace) -> None:
+    """Choose how many rows of logits exist at a time unless the user did. Call once the tokenizer is built.
+
+    Args:
+        args: validated arguments; changed in place.
+    """
+    if args.csbp_loss_chunk_rows is None:
+        vocab_size = args.padded_vocab_size // args.tensor_model_parallel_size
+        args.csbp_loss_chunk_rows = default_chunk_rows(vocab_size)
+
+
+def default_chunk_rows(vocab_size: int) -> int:
+    """Return how many rows have 512 MiB of fp32 logits, as a power of two.
+
+    Args:
+        vocab_size: V, on this tensor-parallel rank.
+    """
+    fitting: int = max(_LEAST_CHUNK_ROWS, _CHUNK_BYTES // (4 * vocab_size))
+    return 1 << (fitting.bit_length() - 1)
+
+
+def recomputes_attention(args: Namespace) -> bool:
+    """Return whether the attention runs again in the backward pass, in any layer."""
+    if args.recompute_granularity == "selective":
+        return "core_attn" in (args.recompute_modules or ["core_attn"])
+    return args.recompute_granularity is not None
+
+
+def local_key_value_heads(args: Namespace) -> int:
+    """Return K, the key/value heads on a tensor-parallel rank."""
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    heads: int = groups // args.tensor_model_parallel_size
+    return max(1, heads)
+
+
+def unit_bytes(
+    args: Namespace, plan: AttentionPlan, stream: Stream, collective: Collective = Collective.GATHER
+) -> int:
+    """Return the closed form of the bytes that one exchange of one copy brings to this rank from others.
+
+    Args:
+        args: Megatron's validated arguments.
+        plan: the rank's plan.
+        stream: the copy.
+        collective: what is done; gradients may have a dtype of their own.
+    """
+    itemsize: int = args.params_dtype.itemsize
+    if collective is Collective.REDUCE_SCATTER and args.csbp_grad_reduce_dtype is not None:
+        itemsize = GRAD_REDUCE_ITEMSIZES[args.csbp_grad_reduce_dtype]
+    heads = local_key_value_heads(args)
+    return plan.remote_bytes(stream, heads, args.kv_channels, itemsize, args.micro_batch_size)

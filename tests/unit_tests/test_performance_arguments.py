@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of speed and memory: their defaults from sizes."""
+
+import pytest
+import torch
+
+from megatron_csbp.performance_arguments import (
+    default_chunk_rows,
+    fill_head_groups,
+    fill_loss_chunk_rows,
+    recomputes_attention,
+    unit_bytes,
+)
+from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
+from megatron_csbp.transformer.traffic_ledger import Collective
+from tests.support.megatron_arguments import VALID, parse
+
+NEMOTRON_14B = "--num-attention-heads 40 --group-query-attention --num-query-groups 8 --kv-channels 128"
+CSBP, CP, BP = Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL, Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL
+
+
+def plan_of(length: int, scheme: Scheme = CSBP) -> AttentionPlan:
+    layout = SequenceLayout(sequence_length=length, block_size=32, group_size=8, scheme=scheme)
+    return AttentionPlan(layout, CleanAttention.TOKEN_CAUSAL)
+
+
+@pytest.mark.parametrize(
+    "flags, length, scheme, expected",
+    [
+        ("", 2**18, CSBP, 4),  # 1 GiB of keys and values
+        ("--recompute-granularity full", 2**18, CSBP, 2),
+        ("--recompute-granularity selective", 2**18, CSBP, 2),
+        ("--recompute-granularity selective --recompute-modules mlp", 2**18, CSBP, 4),
+        ("--tensor-model-parallel-size 8", 2**18, CSBP, 1),
+        ("", 2**15, CSBP, 2),  # 128 MiB
+        ("", 2**15, CP, 4),  # the corrupted copy doubles it
+        ("", 2**13, CSBP, 1),
+        ("", 2**18, BP, 1),
+        ("--csbp-head-groups 8", 2**13, CSBP, 8),
+    ],
+)
+def test_head_groups_by_default_and_by_flag(flags: str, length: int, scheme: Scheme, expected: int) -> None:
+    args, _ = parse(f"{VALID} {NEMOTRON_14B} {flags} --micro-batch-size 1")
+    args.params_dtype = torch.bfloat16
+    fill_head_groups(args, plan_of(length, scheme))
+    assert args.csbp_head_groups == expected
+
+
+@pytest.mark.parametrize("vocab_size, rows", [(131072, 1024), (131072 // 8, 8192), (100, 2**20), (10**7, 512)])
+def test_a_chunk_of_the_loss_has_half_a_gibibyte_of_logits(vocab_size: int, rows: int) -> None:
+    assert default_chunk_rows(vocab_size) == rows
+
+
+@pytest.mark.parametrize("flags, rows", [("", 8192), ("--csbp-loss-chunk-rows 0", 0), ("--csbp-loss-chunk-rows 7", 7)])
+def test_chunks_by_default_and_by_flag(flags: str, rows: int) -> None:
+    args, _ = parse(f"{VALID} --tensor-model-parallel-size 8 {flags}")
+    args.padded_vocab_size = 131072
+    fill_loss_chunk_rows(args)
+    assert args.csbp_loss_chunk_rows == rows
+
+
+@pytest.mark.parametrize(
+    "flags, factor", [("", 1), ("--csbp-grad-reduce-dtype bf16", 1), ("--csbp-grad-reduce-dtype fp32", 2)]
+)
+def test_bytes_of_a_reduce_scatter_follow_its_dtype(flags: str, factor: int) -> None:
+    args, _ = parse(f"{VALID} {NEMOTRON_14B} {flags} --micro-batch-size 2")
+    args.params_dtype = torch.bfloat16
+    gather = unit_bytes(args, plan_of(2**18), Stream.CLEAN)
+    assert gather == 7 * 2**18 // 8 * 2 * 8 * 128 * 2 * 2
+    assert unit_bytes(args, plan_of(2**18), Stream.CLEAN, Collective.REDUCE_SCATTER) == factor * gather
+
+
+def test_a_run_without_recomputation_does_not_recompute() -> None:
+    assert not recomputes_attention(parse(VALID)[0])
