@@ -85,6 +85,18 @@ def parse_and_validate_arguments(
     return args
 
 
+def make_help_printable(parser: ArgumentParser) -> None:
+    """Shows help texts that argparse cannot format as they were written.
+
+    Megatron 0.19.2 has one with a bare percent sign, on which ``--help`` ends in an error.
+    """
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (KeyError, TypeError, ValueError):
+            action.help = (action.help or "").replace("%", "%%")
+
+
 def context_parallel_rank() -> int:
     """The rank of this process in its context group."""
     rank: int = importlib.import_module("megatron.core.parallel_state").get_context_parallel_rank()

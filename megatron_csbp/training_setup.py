@@ -56,6 +56,7 @@ def parse_and_validate_args(
     def add_flags(parser: ArgumentParser) -> ArgumentParser:
         parser = extra_args_provider(parser) if extra_args_provider is not None else parser
         parser = arguments.add_arguments(parser)
+        megatron_compat.make_help_printable(parser)
         if yaml_path is not None:
             given.update(set_defaults_from_yaml(parser, yaml_path))
         return parser
