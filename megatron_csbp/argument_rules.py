@@ -54,6 +54,7 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
         check_noise,
         check_unsupported,
         check_position_embedding,
+        check_full_validation,
         check_head_groups,
         check_loss_chunk_rows,
         check_ledger,
@@ -184,6 +185,15 @@ def check_position_embedding(args: Namespace) -> None:
         raise ValueError(
             f"--position-embedding-type {args.position_embedding_type} is not supported with block diffusion; use "
             "rope, yarn, learned_absolute or none."
+        )
+
+
+def check_full_validation(args: Namespace) -> None:
+    """Megatron 0.19.2 fails at the first evaluation of a whole validation set that is not in a list."""
+    if args.full_validation and not args.multiple_validation_sets:
+        raise ValueError(
+            "--full-validation without --multiple-validation-sets ends Megatron 0.19 at its first evaluation; give "
+            "both, also for a single validation set, and no test set (--split 99,1,0)."
         )
 
 

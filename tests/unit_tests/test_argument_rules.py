@@ -21,6 +21,11 @@ def refusal(flags: str, base: str = VALID) -> str:
 
 
 REFUSED = {
+    "a whole validation set by itself": (
+        "--full-validation",
+        "--full-validation without --multiple-validation-sets",
+        "give both",
+    ),
     "a block of no tokens": (
         "--diffusion-block-size 0",
         "--diffusion-block-size 0 must be at least 1 token; 32 is a usual value.",
@@ -174,6 +179,7 @@ ACCEPTED = {
     "yarn": "--position-embedding-type yarn",
     "learned positions": "--position-embedding-type learned_absolute",
     "no positions": "--position-embedding-type none",
+    "a whole validation set in a list": "--full-validation --multiple-validation-sets",
     "a group for each head": "--num-attention-heads 12 --csbp-head-groups 12 --bp-size 2 --context-parallel-size 2",
     "all rows of logits at once": "--csbp-loss-chunk-rows 0",
     "gradients in fp32": "--bf16 --csbp-grad-reduce-dtype fp32",
