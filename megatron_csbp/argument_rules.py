@@ -55,6 +55,7 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
         check_unsupported,
         check_position_embedding,
         check_full_validation,
+        check_replicated_router,
         check_head_groups,
         check_loss_chunk_rows,
         check_ledger,
@@ -195,6 +196,32 @@ def check_full_validation(args: Namespace) -> None:
             "--full-validation without --multiple-validation-sets ends Megatron 0.19 at its first evaluation; give "
             "both, also for a single validation set, and no test set (--split 99,1,0)."
         )
+
+
+def check_replicated_router(args: Namespace) -> None:
+    """With pure BP every clean token is on all ranks: a router may not count tokens for a loss or a limit.
+
+    What each token's own experts compute is exact: gradients enter at rows that count on one rank only.
+    """
+    size = args.block_parallel_size
+    if args.num_experts is None or size == 1 or args.context_parallel_size > 1:
+        return
+    balancing = set(args.moe_router_load_balancing_type) & {"sinkhorn", "quantile_balancing"}
+    coefficients = args.moe_aux_loss_coeff
+    any_auxiliary = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
+    counting = {
+        f"--moe-router-load-balancing-type {' '.join(balancing)}": bool(balancing),
+        f"--moe-aux-loss-coeff {coefficients}": any_auxiliary,
+        f"--moe-z-loss-coeff {args.moe_z_loss_coeff}": bool(args.moe_z_loss_coeff),
+        f"--moe-expert-capacity-factor {args.moe_expert_capacity_factor}": args.moe_expert_capacity_factor is not None,
+        "--moe-router-enable-expert-bias": args.moe_router_enable_expert_bias,
+    }
+    for flag, is_on in counting.items():
+        if is_on:
+            raise ValueError(
+                f"{flag} counts the router's tokens, of which --block-parallel-size {size} alone holds every clean "
+                f"one on {size} ranks; use CSBP (--context-parallel-size {size} as well), or leave the flag out."
+            )
 
 
 def check_ledger(args: Namespace) -> None:

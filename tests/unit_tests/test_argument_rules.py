@@ -130,6 +130,29 @@ REFUSED = {
         "cannot share a dropout mask",
         "use --attention-dropout 0",
     ),
+    "an auxiliary loss that would count clean tokens twice": (
+        "--bp-size 2 --num-experts 4 --moe-aux-loss-coeff 0.1",
+        "--moe-aux-loss-coeff [0.1] counts the router's tokens",
+        "--block-parallel-size 2 alone",
+        "use CSBP (--context-parallel-size 2 as well)",
+    ),
+    "one of several auxiliary losses that would": (
+        "--bp-size 2 --num-experts 4 --moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 0 0.1",
+        "--moe-aux-loss-coeff [0.0, 0.1]",
+    ),
+    "a z-loss that would": ("--bp-size 2 --num-experts 4 --moe-z-loss-coeff 0.1", "--moe-z-loss-coeff 0.1 counts"),
+    "a capacity that would": (
+        "--bp-size 2 --num-experts 4 --moe-expert-capacity-factor 1.5",
+        "--moe-expert-capacity-factor 1.5 counts",
+    ),
+    "an expert bias that would": (
+        "--bp-size 2 --num-experts 4 --moe-router-enable-expert-bias",
+        "--moe-router-enable-expert-bias counts",
+    ),
+    "a balanced assignment that would": (
+        "--bp-size 2 --num-experts 4 --moe-router-load-balancing-type sinkhorn",
+        "--moe-router-load-balancing-type sinkhorn counts",
+    ),
     "position embeddings of other kinds": (
         "--position-embedding-type mrope",
         "--position-embedding-type mrope is not supported",
@@ -176,6 +199,11 @@ ACCEPTED = {
     "every schedule of block-diffusion": "--noise-schedule cosine",
     "a large smallest noise level": "--noise-eps 0.999",
     "attention dropout of 0, said aloud": "--attention-dropout 0",
+    "experts that balance themselves, on csbp": (
+        "--bp-size 2 --context-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1"
+    ),
+    "experts on pure bp": "--bp-size 2 --num-experts 4",
+    "experts that balance themselves, on one rank": "--num-experts 4 --moe-aux-loss-coeff 0.1",
     "yarn": "--position-embedding-type yarn",
     "learned positions": "--position-embedding-type learned_absolute",
     "no positions": "--position-embedding-type none",
