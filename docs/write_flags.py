@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints docs/flags.md from the parser.
+
+.venv/bin/python docs/write_flags.py > docs/flags.md
+"""
+
+from argparse import Action, ArgumentParser
+
+from megatron_csbp.arguments import add_arguments
+
+HEAD = """# Flags
+
+The flags that this package adds to Megatron's own, as `--help` has them. They work on the command line and in a
+`--yaml-cfg` file. This page is written by `docs/write_flags.py`; a test compares it with the parser.
+
+| flag | default | meaning |
+|---|---|---|"""
+
+FOOT = """
+`--context-parallel-size` is Megatron's own. Together with `--bp-size` it chooses the scheme:
+[README](../README.md#four-schemes). `--yaml-cfg FILE` reads flags from a YAML file; the command line wins over it
+([why](adr/0008-yaml-files-give-flags.md)).
+"""
+
+
+def row(action: Action) -> str:
+    """Return the table row of a flag."""
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    values = " {" + ", ".join(action.choices) + "}" if action.choices else ""
+    text = (action.help or "").replace("|", "\\|")
+    default = "off" if action.default is False else "" if action.default is None else f"`{action.default}`"
+    return f"| {names}{values} | {default} | {text} |"
+
+
+def page() -> str:
+    """Return the whole page."""
+    parser = ArgumentParser(add_help=False)
+    add_arguments(parser)
+    return "\n".join([HEAD, *(row(action) for action in parser._actions), FOOT])
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages say what the code says: links, flags, messages and computed figures."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples/README.md"]
+PAGES += sorted(set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs/adr/template.md"})
+README, TROUBLESHOOTING = ROOT / "README.md", ROOT / "docs" / "troubleshooting.md"
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        path, _, anchor = link.partition("#")
+        if link.startswith("http"):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 250
+
+
+def test_the_flags_page_is_the_parsers() -> None:
+    script = [sys.executable, str(ROOT / "docs" / "write_flags.py")]
+    written = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    assert (ROOT / "docs" / "flags.md").read_text() == written, "run docs/write_flags.py > docs/flags.md"
+
+
+def test_the_readme_names_flags_that_exist() -> None:
+    known = re.findall(r"--[a-z-]+", (ROOT / "docs" / "flags.md").read_text())
+    table = README.read_text().partition("### Flags")[2].partition("\n## ")[0]
+    first_column = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `--")]
+    flags = [flag for cell in first_column for flag in re.findall(r"--[a-z-]+", cell)]
+    assert len(flags) >= 9
+    assert [flag for flag in flags if flag not in known] == []
+
+
+def messages() -> str:
+    """Return every string of the package, values of f-strings left out."""
+    found = []
+    for path in (ROOT / "megatron_csbp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(p.value if isinstance(p, ast.Constant) else "\0" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "page, heading", [(README, "## When something fails"), (TROUBLESHOOTING, "## At start")], ids=["README", "page"]
+)
+def test_quoted_messages_are_in_the_code(page: Path, heading: str) -> None:
+    table = page.read_text().partition(heading)[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    quoted = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    assert len(quoted) >= 8
+    said = messages()
+    assert [message for message in quoted if message not in said] == []
+
+
+def test_figures_of_the_14b_model_are_the_plans() -> None:
+    gibibytes = {}
+    for scheme in (Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL, Scheme.CONTEXT_PARALLEL):
+        layout = SequenceLayout(sequence_length=262_144, block_size=32, group_size=8, rank=0, scheme=scheme)
+        plan = AttentionPlan(layout, CleanAttention.TOKEN_CAUSAL)
+        gibibytes[scheme] = 40 * 3 * sum(plan.remote_bytes(stream, 8, 128, 2) for stream in Stream) / 2**30
+    csbp, cp = (f"{number:.2f} GiB" for number in gibibytes.values())
+    assert (csbp, cp) == ("105.00 GiB", "210.00 GiB")
+    text = " ".join(README.read_text().split())
+    assert f"receives {csbp} for each sequence and rank under CSBP, and {cp.removesuffix(' GiB')}" in text
