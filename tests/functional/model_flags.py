@@ -43,9 +43,9 @@ DEEP = [*MODEL, *TRAINING, *words("--num-layers 4 --num-query-groups 2 --micro-b
 MOE = [
     *TIED,
     *words("--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-token-dispatcher-type alltoall"),
-    *words("--moe-router-load-balancing-type none"),
+    *words("--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"),
 ]
-"""The first model with four experts instead of each MLP."""
+"""The first model with four experts instead of each MLP, and a router that balances them."""
 
 CSBP2 = words("--bp-size 2 --context-parallel-size 2")
 CSBP4 = words("--bp-size 4 --context-parallel-size 4")

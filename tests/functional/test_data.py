@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on real text: prepared, blended, read by workers, resumed over epochs, and refused when it is broken."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_csbp.data import prepare
+from tests.functional.model_flags import CSBP2, NEMOTRON, TIED, iterations, words
+from tests.support.megatron_run import Ranks, worst_difference
+
+CURVE_TOLERANCE = 2e-6
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Two prepared datasets and the command line that trains on their blend."""
+
+    first: Path
+    second: Path
+    flags: list[str]
+
+
+def without(flags: list[str], *names: str) -> list[str]:
+    """Return a command line without these flags and their values."""
+    kept, skip = [], False
+    for word in flags:
+        skip = word in names or (skip and not word.startswith("--"))
+        if not skip:
+            kept.append(word)
+    return kept
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Prepare the sources of two modules of the standard library, with a small tokenizer of their own."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = {name: Path(module.__file__ or "").read_text() for name, module in (("first", json), ("second", prepare))}
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=180, special_tokens=["<end>"], show_progress=False)
+    tokenizer.train_from_iterator(texts.values(), trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder / "tokenizer")
+    for name, text in texts.items():
+        documents = [text[start : start + 400] for start in range(0, len(text), 400)][:30]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in documents))
+        prefix = ["--output-prefix", str(folder / name), "--tokenizer", str(folder / "tokenizer")]
+        prepare.main(["--input", str(folder / f"{name}.jsonl"), *prefix])
+    flags = [
+        *without(TIED, "--mock-data", "--tokenizer-type", "--vocab-size", "--num-workers", "--split"),
+        *NEMOTRON,
+        *words(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder / 'tokenizer'}"),
+        *words(f"--data-cache-path {folder / 'cache'} --eod-mask-loss --split 90,10,0 --num-workers 2"),
+    ]
+    return Corpus(folder / "first", folder / "second", flags)
+
+
+def blend(corpus: Corpus) -> list[str]:
+    return [*corpus.flags, "--data-path", "0.7", str(corpus.first), "0.3", str(corpus.second)]
+
+
+def test_blended_text_trains_the_same_on_two_ranks_and_without_workers(corpus: Corpus, ranks: Ranks) -> None:
+    flags = [*blend(corpus), *iterations(6, evaluate=True)]
+    one = ranks.train(flags).check()
+    two = ranks.train([*flags, *CSBP2], 2).check()
+    unaided = ranks.train([*flags, "--num-workers", "0"]).check()
+    assert len(one.losses()) == 6
+    assert unaided.records == one.records
+    for name in ("lm loss", "diffusion loss", "ar loss"):
+        assert worst_difference(two.losses(name), one.losses(name)) < CURVE_TOLERANCE
+    assert worst_difference(two.grad_norms, one.grad_norms) < CURVE_TOLERANCE
+    assert worst_difference(two.evaluated("nelbo"), one.evaluated("nelbo")) < CURVE_TOLERANCE
+
+
+@pytest.mark.parametrize("order", ["single", "cyclic"])
+def test_resumes_bit_for_bit_over_epochs(order: str, corpus: Corpus, ranks: Ranks, tmp_path: Path) -> None:
+    """Twelve iterations of sixteen samples read the small dataset several times."""
+    flags = [*corpus.flags, "--data-path", str(corpus.first), "--dataloader-type", order]
+    flags += [*words("--micro-batch-size 16 --global-batch-size 16"), *iterations(12)]
+    whole = ranks.train(flags).check()
+    ranks.train([*flags, "--exit-interval", "6", "--save", str(tmp_path)]).check()
+    rest = ranks.train([*flags, "--load", str(tmp_path)]).check()
+    assert whole.losses()[6:] == rest.losses()
+    assert whole.grad_norms[6:] == rest.grad_norms
+    assert len(rest.losses()) == 6
+
+
+@pytest.mark.parametrize("fault", ["truncated", "other tokenizer"])
+def test_every_rank_refuses_broken_data(fault: str, corpus: Corpus, ranks: Ranks, tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    for ending in (".bin", ".idx", ".meta.json"):
+        content = Path(f"{corpus.first}{ending}").read_bytes()
+        Path(f"{prefix}{ending}").write_bytes(content[:-8] if (fault, ending) == ("truncated", ".bin") else content)
+    flags = [*corpus.flags, "--data-path", str(prefix), *iterations(1), *CSBP2]
+    if fault == "other tokenizer":
+        flags = [*without(flags, "--tokenizer-model"), *words("--tokenizer-type NullTokenizer --vocab-size 95")]
+        flags = [*without(flags, "--mask-token-id", "--eod-mask-loss"), "--mask-token-id", "0"]
+    run = ranks.train(flags, 2, timeout=60)
+    assert run.returncodes == [2, 2], run.tail
+    assert run.output.count(f"error: --data-path {prefix}") == 2, run.tail
+    assert "Traceback" not in run.output
