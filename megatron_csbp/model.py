@@ -18,6 +18,8 @@ from megatron_csbp.parallel_state_ext import (
     initialize_block_parallel,
 )
 from megatron_csbp.transformer.core_attention import BlockDiffusionSettings, CSBPCoreAttention
+from megatron_csbp.transformer.corrupted_rows import CorruptedRows
+from megatron_csbp.transformer.last_layer import holds_last_layer, last_layer_spec
 from megatron_csbp.transformer.layer_specs import with_core_attention
 from megatron_csbp.transformer.layout import Scheme
 from megatron_csbp.transformer.norm import with_sequence_parallel_norm
@@ -50,9 +52,7 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
         vp_stage: int | None = None,
     ) -> GPTModel:
         """Build one stage; see `GPTModelBuilder.build_model`."""
-        self._model_config.transformer_layer_spec = functools.partial(
-            self._layer_spec, pipeline_rank=pg_collection.pp.rank()
-        )
+        self._model_config.transformer_layer_spec = functools.partial(self._layer_spec, pg_collection=pg_collection)
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
         if hasattr(model, "rotary_pos_emb"):
             layout = self._settings.layout(pg_collection.cp.size(), pg_collection.cp.rank())
@@ -70,16 +70,28 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
         models: list[GPTModel] = super().build_distributed_models(pg_collection, *args, **kwargs)
         return models
 
-    def _layer_spec(self, config: GPTModelConfig, vp_stage: int | None = None, *, pipeline_rank: int) -> Any:
+    def _layer_spec(
+        self, config: GPTModelConfig, vp_stage: int | None = None, *, pg_collection: ProcessGroupCollection
+    ) -> Any:
         """Return the stock spec with our core attention and, in the local spec, a norm that allows SP."""
+        drops_clean_rows = self._settings.last_layer_drops_clean_rows
         spec = self._stock_spec
         if spec is None:
             spec = default_layer_spec(config, vp_stage)
         elif not isinstance(spec, ModuleSpec) and callable(spec):
             takes_stage = "vp_stage" in inspect.signature(spec).parameters
             spec = spec(config, vp_stage=vp_stage) if takes_stage else spec(config)
+        if config.transformer.sequence_parallel or drops_clean_rows:
+            # As a block spec, since only that names the final norm, and has a last layer of its own.
+            spec = megatron_compat.block_submodules(config.transformer, spec, vp_stage, pg_collection.pp.rank())
         if config.transformer.sequence_parallel:
-            # As a block spec, since only that names the final norm.
-            spec = megatron_compat.block_submodules(config.transformer, spec, vp_stage, pipeline_rank)
             spec = with_sequence_parallel_norm(spec)
-        return with_core_attention(spec, functools.partial(CSBPCoreAttention, settings=self._settings))
+        core_attention = functools.partial(CSBPCoreAttention, settings=self._settings)
+        spec = with_core_attention(spec, core_attention)
+        if drops_clean_rows and holds_last_layer(config.transformer, spec, vp_stage, pg_collection.pp.rank()):
+            layout = self._settings.layout(pg_collection.cp.size(), pg_collection.cp.rank())
+            rows = CorruptedRows(layout, pg_collection.tp, config.transformer.sequence_parallel)
+            *others, last = spec.layer_specs
+            core_attention = functools.partial(core_attention, drops_clean_rows=True)
+            spec.layer_specs = [*others, last_layer_spec(last, core_attention, rows)]
+        return spec

@@ -110,6 +110,27 @@ def default_chunk_rows(vocab_size: int) -> int:
     return 1 << (fitting.bit_length() - 1)
 
 
+def why_last_layer_is_whole(args: Namespace, loss_on_clean_rows: bool) -> str | None:
+    """Return why the last layer computes clean rows to the end; None if it can leave them at keys and values.
+
+    Args:
+        args: validated arguments.
+        loss_on_clean_rows: whether the objective asks the clean copy for something.
+    """
+    corrupted = args.clean_seq_length // args.context_parallel_size
+    reasons = {
+        "the objective has a loss on the clean copy": loss_on_clean_rows,
+        "experts balance their load over both copies": args.num_experts is not None,
+        "--attention-output-gate gates every row": getattr(args, "attention_output_gate", False),
+        "--tp-comm-overlap has buffers for all rows": args.tp_comm_overlap,
+        "--fine-grained-activation-offloading releases whole tensors": args.fine_grained_activation_offloading,
+        "its layers come from --spec": args.spec is not None,
+        f"--sequence-parallel cannot split the {corrupted} corrupted rows of a rank": args.sequence_parallel
+        and corrupted % args.tensor_model_parallel_size != 0,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
 def recomputes_attention(args: Namespace) -> bool:
     """Return whether the attention runs again in the backward pass, in any layer."""
     if args.recompute_granularity == "selective":

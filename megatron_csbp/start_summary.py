@@ -78,6 +78,7 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
         lines.append(f"    ... and so on ({layout.assignment})")
     lines.append(_traffic_line(args, plan))
     lines.append(_exchange_line(args))
+    lines.append(_last_layer_line(args))
     lines.append(_flops_line(args))
     if args.hidden_dropout:
         lines.append(f"  note: with --hidden-dropout {args.hidden_dropout} losses differ between topologies")
@@ -115,6 +116,12 @@ def _exchange_line(args: Namespace) -> str:
         f"  exchange: {local_key_value_heads(args)} key/value heads of a rank in {args.csbp_head_groups} group(s), "
         f"gradients in {dtype}; loss: at most {args.csbp_loss_chunk_rows or 'all'} rows of logits at a time"
     )
+
+
+def _last_layer_line(args: Namespace) -> str:
+    if args.csbp_whole_last_layer is not None:
+        return f"  last layer: whole, since {args.csbp_whole_last_layer}"
+    return "  last layer: in training, clean rows end at their keys and values (no loss on the clean copy)"
 
 
 def _flops_line(args: Namespace) -> str:

@@ -25,7 +25,11 @@ from megatron_csbp.forward_step import BlockDiffusionForwardStep
 from megatron_csbp.instruments import instruments_from_args
 from megatron_csbp.loss.objectives import Objective, ObjectiveConfig, build_objective
 from megatron_csbp.model import BlockDiffusionModelConfig
-from megatron_csbp.performance_arguments import fill_head_groups, fill_loss_chunk_rows
+from megatron_csbp.performance_arguments import (
+    fill_head_groups,
+    fill_loss_chunk_rows,
+    why_last_layer_is_whole,
+)
 from megatron_csbp.runtime_arguments import adapt_to_runtime
 from megatron_csbp.start_summary import print_start_summary
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
@@ -76,6 +80,7 @@ def parse_and_validate_args(
         layout = arguments.sequence_layout(args, rank=0)
         fill_head_groups(args, AttentionPlan(layout, CleanAttention(args.clean_attention)))
         fill_loss_chunk_rows(args)
+        args.csbp_whole_last_layer = why_last_layer_is_whole(args, objective_from_args(args).loss_on_clean_rows)
         check_resume(args)
         validate_data_files(args)
     print_start_summary(args, runtime, changes)
@@ -113,6 +118,7 @@ def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
         backend=args.csbp_attention_backend,
         num_head_groups=args.csbp_head_groups,
         grad_reduce_dtype=GRAD_REDUCE_DTYPES[args.csbp_grad_reduce_dtype],
+        last_layer_drops_clean_rows=args.csbp_whole_last_layer is None,
     )
     return config
 

@@ -13,6 +13,7 @@ allowed pair exactly once:
    wasted pair.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -37,24 +38,31 @@ class AttentionPlan:
     Attributes:
         layout: the rank's rows.
         clean_attention: mask of the clean copy.
+        clean_queries: whether clean rows attend; where nobody reads what they become, only their keys are needed.
     """
 
     layout: SequenceLayout
     clean_attention: CleanAttention
+    clean_queries: bool = True
 
     @cached_property
     def local_tiles(self) -> tuple[Tile, ...]:
         """Tiles that need no remote key: they run while the gather is on its way."""
+        prefixes = _local_prefix_tiles(self.layout) if self.layout.clean_is_replicated else ()
+        if not self.clean_queries:
+            return (_corrupted_diagonal_tile(self.layout), *_corrupted_staircase(self.layout), *prefixes)
         return (
-            *_diagonal_tiles(self.layout, self.clean_attention),
-            *_staircases(self.layout, self.clean_attention),
-            *(_local_prefix_tiles(self.layout) if self.layout.clean_is_replicated else ()),
+            _corrupted_diagonal_tile(self.layout),
+            _clean_diagonal_tile(self.layout, self.clean_attention),
+            *_corrupted_staircase(self.layout),
+            *_clean_staircase(self.layout, self.clean_attention),
+            *prefixes,
         )
 
     @cached_property
     def gathered_tiles(self) -> tuple[Tile, ...]:
         """Tiles whose keys come from the buffer of gathered clean chunks."""
-        return _gathered_prefix_tiles(self.layout) if self.exchanged_streams else ()
+        return _gathered_prefix_tiles(self.layout, self.clean_queries) if self.exchanged_streams else ()
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
@@ -145,40 +153,42 @@ def _clean_pattern(layout: SequenceLayout, offset: int, length: int, repeats: Re
     return _chunk_pattern(layout, Stream.CLEAN, offset, length, repeats)
 
 
-def _diagonal_tiles(layout: SequenceLayout, clean_attention: CleanAttention) -> tuple[Tile, ...]:
-    """Each corrupted block x itself, and the clean rows x their own chunk (the whole copy where it is replicated)."""
-    block, replicated = layout.block_size, layout.clean_is_replicated
-    blocks = ((layout.blocks_per_chunk, block),)
-    corrupted = _chunk_pattern(layout, Stream.CORRUPTED, 0, block, blocks)
+def _corrupted_diagonal_tile(layout: SequenceLayout) -> Tile:
+    """Each corrupted block x itself."""
+    blocks = ((layout.blocks_per_chunk, layout.block_size),)
+    rows = _chunk_pattern(layout, Stream.CORRUPTED, 0, layout.block_size, blocks)
+    return Tile(TileKind.CORRUPTED_DIAGONAL, rows, rows)
+
+
+def _clean_diagonal_tile(layout: SequenceLayout, clean_attention: CleanAttention) -> Tile:
+    """The clean rows x their own chunk (the whole copy where it is replicated), causal or block by block."""
+    replicated = layout.clean_is_replicated
     if clean_attention is CleanAttention.TOKEN_CAUSAL:
-        mask = MaskKind.CAUSAL
-        clean = _clean_pattern(layout, 0, layout.sequence_length if replicated else layout.chunk_length, ())
-    else:
-        mask = MaskKind.FULL
-        clean = _clean_pattern(layout, 0, block, ((layout.num_blocks, block),) if replicated else blocks)
-    return (
-        Tile(TileKind.CORRUPTED_DIAGONAL, corrupted, corrupted),
-        Tile(TileKind.CLEAN_DIAGONAL, clean, clean, mask=mask),
-    )
+        rows = _clean_pattern(layout, 0, layout.sequence_length if replicated else layout.chunk_length, ())
+        return Tile(TileKind.CLEAN_DIAGONAL, rows, rows, mask=MaskKind.CAUSAL)
+    num_blocks = layout.num_blocks if replicated else layout.blocks_per_chunk
+    rows = _clean_pattern(layout, 0, layout.block_size, ((num_blocks, layout.block_size),))
+    return Tile(TileKind.CLEAN_DIAGONAL, rows, rows)
 
 
-def _staircases(layout: SequenceLayout, clean_attention: CleanAttention) -> tuple[Tile, ...]:
-    """Rows of a chunk x strictly earlier blocks of the chunk: corrupted rows and, if block-causal, clean rows."""
-    tiles = [
-        Tile(
+def _corrupted_staircase(layout: SequenceLayout) -> Iterator[Tile]:
+    """Corrupted rows of a chunk x strictly earlier clean blocks of the chunk."""
+    for query_rows, key_rows, repeats in _staircase_runs(layout.blocks_per_chunk, layout.block_size):
+        yield Tile(
             TileKind.STAIRCASE,
             _chunk_pattern(layout, Stream.CORRUPTED, query_rows.start, len(query_rows), repeats),
             _chunk_pattern(layout, Stream.CLEAN, key_rows.start, len(key_rows), repeats),
         )
-        for query_rows, key_rows, repeats in _staircase_runs(layout.blocks_per_chunk, layout.block_size)
-    ]
+
+
+def _clean_staircase(layout: SequenceLayout, clean_attention: CleanAttention) -> Iterator[Tile]:
+    """Clean rows x strictly earlier blocks of their chunk (or of the whole copy that a rank holds), if block-causal."""
     if clean_attention is CleanAttention.TOKEN_CAUSAL:
-        return tuple(tiles)
+        return
     num_blocks = layout.num_blocks if layout.clean_is_replicated else layout.blocks_per_chunk
     for query_rows, key_rows, repeats in _staircase_runs(num_blocks, layout.block_size):
         query, key = (_clean_pattern(layout, rows.start, len(rows), repeats) for rows in (query_rows, key_rows))
-        tiles.append(Tile(TileKind.STAIRCASE, query, key))
-    return tuple(tiles)
+        yield Tile(TileKind.STAIRCASE, query, key)
 
 
 def _staircase_runs(num_blocks: int, block_size: int) -> list[tuple[range, range, Repeats]]:
@@ -215,11 +225,13 @@ def _local_prefix_tiles(layout: SequenceLayout) -> tuple[Tile, ...]:
     )
 
 
-def _gathered_prefix_tiles(layout: SequenceLayout) -> tuple[Tile, ...]:
+def _gathered_prefix_tiles(layout: SequenceLayout, clean_queries: bool) -> tuple[Tile, ...]:
     """All rows of each owned chunk x the gathered clean keys before it: one tile for each contiguous run of slots."""
     tiles = []
     for chunk in layout.chunks:
-        query = RowPattern(layout.first_row(Stream.CORRUPTED, chunk), 2 * layout.chunk_length)
+        # A chunk's clean rows come right after its corrupted ones.
+        rows = (2 if clean_queries else 1) * layout.chunk_length
+        query = RowPattern(layout.first_row(Stream.CORRUPTED, chunk), rows)
         slots = np.sort([gather_slot(layout, earlier) for earlier in range(chunk)])
         for run in np.split(slots, np.flatnonzero(np.diff(slots) > 1) + 1):
             if run.size:

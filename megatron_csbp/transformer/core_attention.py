@@ -5,7 +5,7 @@ Shapes: S local rows, B micro-batch, N query heads, K key/value heads on this te
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.communication import ContextGroupExchange
+from megatron_csbp.transformer.corrupted_rows import corrupted_rows
 from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.kernels import HeadShape, checked_kernel
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
@@ -41,6 +42,7 @@ class BlockDiffusionSettings:
         backend: value of `--csbp-attention-backend`.
         num_head_groups: groups in which heads are exchanged and computed.
         grad_reduce_dtype: dtype in which key and value gradients cross a link; None for that of the keys.
+        last_layer_drops_clean_rows: whether clean rows end at their keys and values in the last layer, in training.
     """
 
     sequence_length: int
@@ -51,6 +53,7 @@ class BlockDiffusionSettings:
     backend: str = "auto"
     num_head_groups: int = 1
     grad_reduce_dtype: torch.dtype | None = None
+    last_layer_drops_clean_rows: bool = False
 
     def layout(self, group_size: int, rank: int) -> SequenceLayout:
         """Return the rows of one rank of a context group."""
@@ -83,8 +86,11 @@ class CSBPCoreAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         settings: BlockDiffusionSettings,
+        drops_clean_rows: bool = False,
     ) -> None:
         """See the class. `attn_mask_type` and `cp_comm_type` say nothing here: the attention plan masks and exchanges.
+
+        With `drops_clean_rows` clean rows have no queries in training, and the output is of corrupted rows only.
 
         Raises:
             ValueError: a request that this attention cannot honour (cross attention, dropout), or no process groups.
@@ -100,6 +106,7 @@ class CSBPCoreAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self._softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self._settings = settings
+        self._drops_clean_rows = drops_clean_rows
         self._group = pg_collection.cp
 
     @cached_property
@@ -107,6 +114,10 @@ class CSBPCoreAttention(MegatronModule):
         """What this rank computes and exchanges in the layer."""
         layout = self._settings.layout(self._group.size(), self._group.rank())
         return AttentionPlan(layout, self._settings.clean_attention)
+
+    @cached_property
+    def _plan_without_clean_queries(self) -> AttentionPlan:
+        return replace(self.plan, clean_queries=False)
 
     @cached_property
     def _exchange(self) -> ContextGroupExchange | None:
@@ -145,7 +156,7 @@ class CSBPCoreAttention(MegatronModule):
             packed_seq_params: must be None.
 
         Returns:
-            Context rows [S, B, N*D].
+            Context rows [S, B, N*D]: of all rows, or only of the corrupted ones (see the constructor).
 
         Raises:
             ValueError: a mask, a bias or packed sequences are given, or the rows are not those of the layout.
@@ -162,8 +173,9 @@ class CSBPCoreAttention(MegatronModule):
                 f"block-diffusion attention got {query_SBND.shape[0]} rows; --seq-length and --diffusion-block-size "
                 f"give this rank {self.plan.layout.num_rows}."
             )
+        drops_clean_rows = self._drops_clean_rows and self.training
         context = AttentionContext(
-            plan=self.plan,
+            plan=self._plan_without_clean_queries if drops_clean_rows else self.plan,
             kernel=checked_kernel(
                 self._settings.backend,
                 query_SBND.device,
@@ -176,4 +188,7 @@ class CSBPCoreAttention(MegatronModule):
             num_head_groups=self._settings.num_head_groups,
             grad_payload_dtype=self._settings.grad_reduce_dtype,
         )
-        return block_diffusion_attention(query_SBND, key_SBKD, value_SBKD, context).flatten(2)
+        out_SBND = block_diffusion_attention(query_SBND, key_SBKD, value_SBKD, context)
+        if drops_clean_rows:
+            out_SBND = corrupted_rows(out_SBND, self.plan.layout)
+        return out_SBND.flatten(2)

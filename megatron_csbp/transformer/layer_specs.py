@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def with_core_attention(spec: Any, core_attention: Callable[..., Any]) -> Any:
+def with_core_attention[T](spec: T, core_attention: Callable[..., Any]) -> T:
     """Return a deep copy of a layer or block spec in which every self attention has this core attention.
 
     Args:

@@ -5,7 +5,7 @@ The weights are in one `torch_dist` checkpoint that one rank has written, since 
 on the topology. Single precision leaves differences near 2e-7.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,10 +118,12 @@ def train(ranks: Ranks, flags: list[str], world_size: int = 1) -> Finished:
     return ranks.train([*flags, *iterations(ITERATIONS, evaluate=True)], world_size).check()
 
 
-def gradients(ranks: Ranks, flags: list[str], before: Tensors, folder: Path, world_size: int = 1) -> Tensors:
+def gradients(
+    ranks: Ranks, flags: list[str], before: Tensors, folder: Path, world_size: int = 1, hooks: Sequence[str] = ()
+) -> Tensors:
     """Return the gradients of one step: the way that one step of plain gradient descent goes."""
     save = ["--save", str(folder), "--no-save-optim", "--no-save-rng"]
-    ranks.train([*flags, *iterations(1), *ONE_STEP_OF_SGD, *save], world_size).check()
+    ranks.train([*flags, *iterations(1), *ONE_STEP_OF_SGD, *save], world_size, hooks=hooks).check()
     after = load_parameters(folder, 1)
     return {name: (tensor.double() - after[name].double()) / STEP for name, tensor in before.items()}
 

@@ -10,6 +10,7 @@ from megatron_csbp.performance_arguments import (
     fill_loss_chunk_rows,
     recomputes_attention,
     unit_bytes,
+    why_last_layer_is_whole,
 )
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
@@ -73,3 +74,26 @@ def test_bytes_of_a_reduce_scatter_follow_its_dtype(flags: str, factor: int) -> 
 
 def test_a_run_without_recomputation_does_not_recompute() -> None:
     assert not recomputes_attention(parse(VALID)[0])
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        ("", None),
+        ("--num-experts 4", "experts balance their load over both copies"),
+        ("--attention-output-gate", "--attention-output-gate gates every row"),
+        ("--tp-comm-overlap", "--tp-comm-overlap has buffers for all rows"),
+        ("--fine-grained-activation-offloading", "--fine-grained-activation-offloading releases whole tensors"),
+        ("--spec a b", "its layers come from --spec"),
+        ("--sequence-parallel --tensor-model-parallel-size 2", None),
+        (
+            "--sequence-parallel --tensor-model-parallel-size 64",
+            "--sequence-parallel cannot split the 32 corrupted rows of a rank",
+        ),
+    ],
+)
+def test_why_the_last_layer_is_whole(flags: str, reason: str | None) -> None:
+    args, _ = parse(f"{VALID} {flags} --context-parallel-size 2")
+    args.clean_seq_length = args.seq_length
+    assert why_last_layer_is_whole(args, loss_on_clean_rows=False) == reason
+    assert why_last_layer_is_whole(args, loss_on_clean_rows=True) == "the objective has a loss on the clean copy"

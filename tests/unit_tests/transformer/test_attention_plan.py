@@ -83,6 +83,16 @@ def test_every_allowed_pair_is_computed_exactly_once_and_no_other(case: Case) ->
 
 
 @given(cases)
+@settings(max_examples=60)
+def test_without_clean_queries_the_pairs_of_corrupted_rows_remain(case: Case) -> None:
+    for rank in range(case.group_size):
+        plan = case.plan(rank)
+        pairs = covered_pairs(plan)
+        pairs[case.sequence_length :] = 0
+        assert (covered_pairs(replace(plan, clean_queries=False)) == pairs).all()
+
+
+@given(cases)
 @settings(max_examples=50)
 def test_the_first_tiles_write_every_row_once_and_come_before_all_others(case: Case) -> None:
     for rank in range(case.group_size):

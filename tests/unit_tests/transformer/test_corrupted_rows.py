@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Corrupted rows on their own: taken out, put back, and attended with alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_csbp.transformer.attention_plan import CleanAttention
+from megatron_csbp.transformer.corrupted_rows import among_all_rows, corrupted_rows
+from megatron_csbp.transformer.kernels.reference import ReferenceKernel
+from megatron_csbp.transformer.layout import Scheme
+from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Attend, Case, gradients_on_group
+from tests.support.simulated_group import SimulatedCollectives
+
+TOPOLOGIES = [(Scheme.SINGLE, 1), *((scheme, 2) for scheme in DISTRIBUTED_SCHEMES)]
+
+
+@pytest.mark.parametrize("scheme, group_size", TOPOLOGIES)
+def test_rows_come_back_to_their_places_with_zeros_between(scheme: Scheme, group_size: int) -> None:
+    for rank in range(group_size):
+        layout = Case(scheme=scheme, group_size=group_size).layout(rank)
+        rows = torch.randn(layout.num_rows, 3)
+        is_corrupted = torch.from_numpy(layout.is_corrupted)
+        taken = corrupted_rows(rows, layout)
+        assert torch.equal(taken, rows[is_corrupted])
+        assert torch.equal(among_all_rows(taken, layout), rows * is_corrupted[:, None])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("clean_attention", CleanAttention)
+@pytest.mark.parametrize("scheme, group_size", TOPOLOGIES)
+def test_corrupted_queries_alone_attend_as_among_clean_ones_and_leave_the_same_gradients(
+    scheme: Scheme,
+    group_size: int,
+    clean_attention: CleanAttention,
+    groups: int,
+    simulated_collectives: SimulatedCollectives,
+) -> None:
+    case = Case(
+        scheme=scheme,
+        group_size=group_size,
+        clean_attention=clean_attention,
+        num_query_heads=4,
+        num_key_value_heads=2,
+        micro_batch_size=2,
+    )
+    layout = case.layout(0)  # corrupted and clean rows are at the same places on every rank
+
+    def only_corrupted(attend: Attend) -> Attend:
+        return lambda *inputs: among_all_rows(corrupted_rows(attend(*inputs), layout), layout)
+
+    expected, _ = gradients_on_group(case, only_corrupted)
+    for kernel in (None, ReferenceKernel()):
+        got, _ = gradients_on_group(
+            case,
+            only_corrupted,
+            lambda context, kernel=kernel: replace(
+                context,
+                plan=replace(context.plan, clean_queries=False),
+                kernel=kernel or context.kernel,
+                num_head_groups=groups,
+            ),
+        )
+        assert max(difference(a, b) for a, b in zip(got, expected, strict=True)) < 1e-12
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return (found - expected).abs().max().item()
