@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.ranks import RankWorld
-from benchmarks.stack import CSBP, Shape, make_context, make_plan
+from benchmarks.stack import CSBP_AT_ONCE, Shape, make_context, make_plan
 from megatron_csbp.transformer.attention_plan import AttentionPlan
 from megatron_csbp.transformer.communication import PendingWork, chunk_views
 from megatron_csbp.transformer.csbp_attention import block_diffusion_attention
@@ -120,10 +120,10 @@ def measure_attention_path(world: RankWorld, sequence_length: int, repeats: int)
         repeats: timed runs of each; they alternate.
     """
     shape = Shape()
-    plan = make_plan(CSBP, shape, sequence_length, GROUP_SIZE, GROUP_SIZE - 1)
+    plan = make_plan(CSBP_AT_ONCE, shape, sequence_length, GROUP_SIZE, GROUP_SIZE - 1)
     # The same schedule with one-token blocks, a head of 8 numbers and no kernel: all the calls, hardly any arithmetic.
     tiny = replace(shape, block_size=1, num_heads=1, num_key_value_heads=1, head_dim=8)
-    tiny_plan = make_plan(CSBP, tiny, sequence_length // shape.block_size, GROUP_SIZE, GROUP_SIZE - 1)
+    tiny_plan = make_plan(CSBP_AT_ONCE, tiny, sequence_length // shape.block_size, GROUP_SIZE, GROUP_SIZE - 1)
     assert len(tiny_plan.tiles) == len(plan.tiles), "the small schedule has other calls"
     runs = {
         "csbp": _attention_run(plan, shape),
@@ -152,7 +152,7 @@ def measure_attention_path(world: RankWorld, sequence_length: int, repeats: int)
 
 def _attention_run(plan: AttentionPlan, shape: Shape, kernel: AttentionKernel | None = None) -> Callable[[], None]:
     """Return a call that runs one layer's attention forward and backward."""
-    context = make_context(plan, shape, OnePeerExchange(plan.layout.group_size), CSBP)
+    context = make_context(plan, shape, OnePeerExchange(plan.layout.group_size), CSBP_AT_ONCE)
     if kernel is not None:
         context = replace(context, kernel=kernel)
     rows = plan.layout.num_rows

@@ -21,9 +21,9 @@ RANKS = 2
 PORT = 29500
 VOCABULARY = 2048
 MODEL = (
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 1 "
-    "--ffn-hidden-size 448 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
-    "--make-vocab-size-divisible-by 128"
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --group-query-attention --num-query-groups 2 "
+    "--kv-channels 32 --ffn-hidden-size 384 --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--position-embedding-type rope --make-vocab-size-divisible-by 128 --csbp-head-groups 2"
 )
 TRAINING = (
     "--micro-batch-size 1 --global-batch-size 4 --lr 3e-3 --lr-decay-style constant --lr-decay-iters 10000 "

@@ -19,7 +19,7 @@ from benchmarks.links import (
 )
 from benchmarks.network import Network
 from benchmarks.ranks import RankWorld, is_oversubscribed, run_on_ranks
-from benchmarks.stack import BP, CP, CSBP, CSBP_CONTIGUOUS, Shape, Variant
+from benchmarks.stack import BP, CP, CP_AT_ONCE, CSBP, CSBP_AT_ONCE, CSBP_CONTIGUOUS, HEAD_GROUPS, Shape, Variant
 from benchmarks.throughput import Comparison, calibrate, compare, summarise
 from benchmarks.wire import TOLERANCE, measure_wire
 
@@ -43,8 +43,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Lengths over one link."""
+    """Lengths over one link.
 
+    Attributes:
+        title: names the sweep in the report.
+        link: the link that is imitated.
+        size: P, ranks.
+        lengths: L of each comparison.
+        repeats: timed steps of each variant.
+        variants: what is compared.
+    """
+
+    title: str
     link: Link
     size: int
     lengths: tuple[int, ...]
@@ -52,15 +62,17 @@ class Sweep:
     variants: tuple[Variant, ...] = SCHEMES
 
 
+ABLATIONS = (CP, CP_AT_ONCE, CSBP, CSBP_AT_ONCE, CSBP_CONTIGUOUS)
 SWEEPS = (
-    Sweep(ACROSS_NODES, 2, (1024, 2048, 4096, 8192), 3),
-    Sweep(NVLINK, 2, (1024, 2048, 4096, 8192), 3),
-    Sweep(UNLIMITED, 2, (4096,), 3, (*SCHEMES, CSBP_CONTIGUOUS)),
-    Sweep(ACROSS_NODES, 4, (1024, 2048, 4096), 3),
+    Sweep("Across nodes", ACROSS_NODES, 2, (1024, 2048, 4096, 8192), 3),
+    Sweep("Across nodes", ACROSS_NODES, 4, (1024, 2048, 4096), 3),
+    Sweep("NVLink", NVLINK, 2, (1024, 2048, 4096, 8192), 3),
+    Sweep("Unlimited", UNLIMITED, 2, (1024, 4096), 3),
+    Sweep("Ablations, across nodes", ACROSS_NODES, 2, (4096,), 3, ABLATIONS),
 )
 QUICK_SWEEPS = (
-    Sweep(ACROSS_NODES, 2, (256, 512), 1),
-    Sweep(UNLIMITED, 2, (256,), 1, (*SCHEMES, CSBP_CONTIGUOUS)),
+    Sweep("Across nodes", ACROSS_NODES, 2, (256, 512), 1),
+    Sweep("Ablations, across nodes", ACROSS_NODES, 2, (256,), 1, ABLATIONS),
 )
 
 
@@ -90,10 +102,11 @@ def throughput(quick: bool) -> dict[str, Any]:
             bytes_per_second = sweep.link.scaled_bytes(core_flops, shape.itemsize)
             network.limit(bytes_per_second)
             oversubscribed = is_oversubscribed(sweep.size)
-            about = {"link": sweep.link.name, "oversubscribed": oversubscribed}
+            about = {"sweep": sweep.title, "oversubscribed": oversubscribed}
             links.append(
                 {
                     **about,
+                    "link": sweep.link.name,
                     "ranks": sweep.size,
                     "core_flops": core_flops,
                     "bytes_per_second": bytes_per_second,
@@ -105,7 +118,7 @@ def throughput(quick: bool) -> dict[str, Any]:
                 summary = summarise(comparison, run_on_ranks(compare, comparison, sweep.size, network))
                 rows.extend({**about, **row} for row in summary)
     inputs = {"h200_attention_flops": H200_ATTENTION_FLOPS, "h200_itemsize": H200_ITEMSIZE}
-    return {"rows": rows, "links": links, "shape": asdict(shape), **inputs}
+    return {"rows": rows, "links": links, "shape": asdict(shape), "head_groups": HEAD_GROUPS, **inputs}
 
 
 def attention(quick: bool) -> dict[str, Any]:

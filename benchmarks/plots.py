@@ -38,8 +38,8 @@ def draw_all(results: dict[str, Any], folder: Path) -> list[str]:
 
 
 def groups_of(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
-    """Return the (link, ranks) pairs of throughput rows, in order."""
-    return list(dict.fromkeys((row["link"], row["ranks"]) for row in rows))
+    """Return the (sweep, ranks) pairs of throughput rows, in order."""
+    return list(dict.fromkeys((row["sweep"], row["ranks"]) for row in rows))
 
 
 def select(rows: Sequence[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
@@ -51,26 +51,25 @@ def _throughput(result: dict[str, Any]) -> Any:
     """Tokens per second, and the ratio of CSBP to CP, against L."""
     rows = result["rows"]
     groups = [group for group in groups_of(rows) if len({r["sequence_length"] for r in rows if _is(r, group)}) > 1]
-    groups = groups or groups_of(rows)
     figure, axes = plt.subplots(2, len(groups), figsize=(3.6 * len(groups), 5.6), squeeze=False)
-    for column, (link, ranks) in enumerate(groups):
+    for column, (sweep, ranks) in enumerate(groups):
         for variant in ("CP", "BP", "CSBP"):
-            line = select(rows, link=link, ranks=ranks, variant=variant)
+            line = select(rows, sweep=sweep, ranks=ranks, variant=variant)
             lengths = [row["sequence_length"] for row in line]
             axes[0][column].semilogx(
                 lengths, [row["tokens_per_second"] for row in line], "o-", color=COLORS[variant], label=variant
             )
-            baseline = select(rows, link=link, ranks=ranks, variant="CP")
+            baseline = select(rows, sweep=sweep, ranks=ranks, variant="CP")
             ratios = [
                 row["tokens_per_second"] / cp["tokens_per_second"] for row, cp in zip(line, baseline, strict=True)
             ]
             axes[1][column].semilogx(lengths, ratios, "o-", color=COLORS[variant], label=variant)
-        oversubscribed = ", oversubscribed" if (link, ranks) in _oversubscribed(rows) else ""
-        axes[0][column].set_title(f"{link}, P = {ranks}{oversubscribed}")
+        oversubscribed = ", oversubscribed" if (sweep, ranks) in _oversubscribed(rows) else ""
+        axes[0][column].set_title(f"{sweep}, P = {ranks}{oversubscribed}")
         axes[0][column].legend()
         axes[1][column].set_xlabel("clean tokens L")
         for axis in axes[:, column]:
-            lengths = sorted({row["sequence_length"] for row in select(rows, link=link, ranks=ranks)})
+            lengths = sorted({row["sequence_length"] for row in select(rows, sweep=sweep, ranks=ranks)})
             axis.set_xticks(lengths, [str(length) for length in lengths])
             axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
             axis.grid(visible=True, alpha=0.3)
@@ -80,11 +79,11 @@ def _throughput(result: dict[str, Any]) -> Any:
 
 
 def _is(row: dict[str, Any], group: tuple[str, int]) -> bool:
-    return (row["link"], row["ranks"]) == group
+    return (row["sweep"], row["ranks"]) == group
 
 
 def _oversubscribed(rows: Sequence[dict[str, Any]]) -> set[tuple[str, int]]:
-    return {(row["link"], row["ranks"]) for row in rows if row["oversubscribed"]}
+    return {(row["sweep"], row["ranks"]) for row in rows if row["oversubscribed"]}
 
 
 def _step_split(result: dict[str, Any]) -> Any:
@@ -92,17 +91,17 @@ def _step_split(result: dict[str, Any]) -> Any:
     rows = result["rows"]
     groups = groups_of(rows)
     figure, axes = plt.subplots(1, len(groups), figsize=(2.9 * len(groups), 3.4), squeeze=False)
-    for axis, (link, ranks) in zip(axes[0], groups, strict=True):
-        longest = max(row["sequence_length"] for row in select(rows, link=link, ranks=ranks))
-        bars = select(rows, link=link, ranks=ranks, sequence_length=longest)
-        names = [row["variant"].replace(", ", ",\n") for row in bars]
+    for axis, (sweep, ranks) in zip(axes[0], groups, strict=True):
+        longest = max(row["sequence_length"] for row in select(rows, sweep=sweep, ranks=ranks))
+        bars = select(rows, sweep=sweep, ranks=ranks, sequence_length=longest)
+        names = [row["variant"].replace(", ", ",\n").replace("heads at ", "heads\nat ") for row in bars]
         compute = [row["compute_seconds"] for row in bars]
         axis.bar(names, compute, color="tab:gray", label="computation")
         axis.bar(names, [r["exposed_seconds"] for r in bars], bottom=compute, color="tab:red", label="exposed comm.")
         hidden = [row["hidden_seconds"] for row in bars]
         axis.bar(names, hidden, color="none", edgecolor="black", hatch="///", label="hidden comm.")
         axis.set_ylim(0, 1.1 * max(row["step_seconds"] for row in bars))
-        axis.set_title(f"{link}, P = {ranks}, L = {longest}", fontsize=9)
+        axis.set_title(f"{sweep}, P = {ranks}, L = {longest}", fontsize=9)
         axis.tick_params(axis="x", labelsize=8)
     axes[0][0].set_ylabel("seconds per step")
     axes[0][0].legend(fontsize=7)

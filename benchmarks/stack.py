@@ -7,7 +7,7 @@ no embedding, no vocabulary, no optimizer, no reduction of weight gradients (it 
 Shapes: S local rows, B micro-batch (1), N query heads, K key/value heads, D head dim, H hidden, L clean length.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -59,10 +59,14 @@ class Variant:
     num_head_groups: int = 1
 
 
-CP = Variant("CP", Scheme.CONTEXT_PARALLEL)
+HEAD_GROUPS = 2
+"""As many as there are key/value heads: both schemes then hide the most."""
+CP = Variant("CP", Scheme.CONTEXT_PARALLEL, num_head_groups=HEAD_GROUPS)
 BP = Variant("BP", Scheme.BLOCK_PARALLEL)
-CSBP = Variant("CSBP", Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
-CSBP_CONTIGUOUS = Variant("CSBP, contiguous", Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL, BlockAssignment.CONTIGUOUS)
+CSBP = Variant("CSBP", Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL, num_head_groups=HEAD_GROUPS)
+CSBP_CONTIGUOUS = replace(CSBP, name="CSBP, contiguous", assignment=BlockAssignment.CONTIGUOUS)
+CP_AT_ONCE = replace(CP, name="CP, heads at once", num_head_groups=1)
+CSBP_AT_ONCE = replace(CSBP, name="CSBP, heads at once", num_head_groups=1)
 
 
 def make_plan(variant: Variant, shape: Shape, sequence_length: int, group_size: int, rank: int) -> AttentionPlan:

@@ -58,7 +58,7 @@ def test_exchanges_take_at_least_the_time_that_the_slow_link_needs(parts: dict[s
     rate = next(link["bytes_per_second"] for link in result["links"] if link["link"] == "across nodes")
     shape = result["shape"]
     for row in result["rows"]:
-        if row["link"] == "across nodes" and row["variant"] == "CP":
+        if row["sweep"] == "Across nodes" and row["variant"] == "CP":
             unit = row["sequence_length"] * shape["num_key_value_heads"] * shape["head_dim"] * 4
             ideal = 3 * 2 * shape["num_layers"] * unit / rate
             assert row["network_alone_seconds"] > 0.5 * ideal  # the first burst is free

@@ -14,7 +14,7 @@ ABOUT = {"date": "2026-01-01 00:00 UTC", "command": "python -m benchmarks.run", 
 
 def throughput_row(variant: str, length: int, step: float) -> dict[str, Any]:
     return {
-        "link": "NVLink",
+        "sweep": "NVLink",
         "oversubscribed": False,
         "ranks": 2,
         "variant": variant,
@@ -46,6 +46,7 @@ def throughput(csbp_steps: list[float]) -> dict[str, Any]:
         "shape": shape | {"block_size": 2, "clean_attention": "block-causal"},
         "h200_attention_flops": 6e14,
         "h200_itemsize": 2,
+        "head_groups": 2,
     }
 
 
