@@ -11,7 +11,7 @@ import pytest
 from tests.functional.model_flags import BLOCK_DIFFUSION, CSBP2, MODEL, TIED, iterations, words
 from tests.support.megatron_run import Finished, Ranks, torchrun
 
-QUICK_SECONDS = 60.0
+QUICK_SECONDS = 120.0
 RUN = [*TIED, *BLOCK_DIFFUSION, *CSBP2, *iterations(1)]
 
 
@@ -76,7 +76,7 @@ def checkpoint(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_torchrun_ends_with_the_message() -> None:
-    run = torchrun(["-m", "megatron_csbp.pretrain_gpt", *RUN, "--seq-length", "72"], 2, timeout=120)
+    run = torchrun(["-m", "megatron_csbp.pretrain_gpt", *RUN, "--seq-length", "72"], 2, timeout=QUICK_SECONDS)
     assert run.returncodes == [1]
     assert not run.timed_out
     assert "error: --seq-length 72 must be a multiple of 2 x 2 ranks" in run.output

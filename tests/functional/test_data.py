@@ -100,7 +100,7 @@ def test_every_rank_refuses_broken_data(fault: str, corpus: Corpus, ranks: Ranks
     if fault == "other tokenizer":
         flags = [*without(flags, "--tokenizer-model"), *words("--tokenizer-type NullTokenizer --vocab-size 95")]
         flags = [*without(flags, "--mask-token-id", "--eod-mask-loss"), "--mask-token-id", "0"]
-    run = ranks.train(flags, 2, timeout=60)
+    run = ranks.train(flags, 2, timeout=120)
     assert run.returncodes == [2, 2], run.tail
     assert run.output.count(f"error: --data-path {prefix}") == 2, run.tail
     assert "Traceback" not in run.output

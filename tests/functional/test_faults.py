@@ -25,7 +25,7 @@ def check_finite(run: Finished, number: int) -> None:
 @pytest.mark.parametrize("objective", [NEMOTRON, BLOCK_DIFFUSION], ids=["nemotron", "block-diffusion"])
 def test_a_rank_without_masked_tokens_joins_every_collective(objective: list[str], ranks: Ranks) -> None:
     flags = [*TIED, *objective, *CSBP2, *iterations(3, evaluate=True)]
-    check_finite(ranks.train(flags, 2, hooks=[HOOKS + "mask_nothing_on_the_last_rank"], timeout=120), 3)
+    check_finite(ranks.train(flags, 2, hooks=[HOOKS + "mask_nothing_on_the_last_rank"], timeout=300), 3)
 
 
 @pytest.mark.parametrize("hook", ["mask_nothing_in_two_blocks", "mask_nothing_in_odd_samples"])
@@ -46,7 +46,7 @@ def test_blocks_and_micro_batches_without_masked_tokens_train_like_one_rank(hook
     ids=["block-diffusion", "nemotron"],
 )
 def test_nothing_masked_anywhere_is_a_loss_of_0(flags: list[str], ranks: Ranks) -> None:
-    run = ranks.train([*flags, *CSBP2, *iterations(2, evaluate=True)], 2, hooks=[HOOKS + "mask_nothing"], timeout=120)
+    run = ranks.train([*flags, *CSBP2, *iterations(2, evaluate=True)], 2, hooks=[HOOKS + "mask_nothing"], timeout=300)
     check_finite(run, 2)
     assert run.losses() == run.grad_norms == [0.0, 0.0]
     assert set(run.evaluated("nelbo")) == {0.0}
@@ -66,7 +66,7 @@ def test_a_mask_id_that_the_data_hold_is_an_ordinary_token(ranks: Ranks) -> None
 def test_nan_in_the_loss_of_one_rank_ends_the_run_by_name(more: list[str], ranks: Ranks, tmp_path: Path) -> None:
     flags = [*TIED, *BLOCK_DIFFUSION, *CSBP2, *words("--global-batch-size 1"), *iterations(6), *more]
     run = ranks.train(
-        [*flags, "--save", str(tmp_path)], 2, hooks=[HOOKS + "nan_from_the_third_iteration"], timeout=120
+        [*flags, "--save", str(tmp_path)], 2, hooks=[HOOKS + "nan_from_the_third_iteration"], timeout=300
     )
     assert all(run.returncodes)
     assert not run.timed_out
@@ -82,7 +82,7 @@ def test_a_killed_rank_ends_the_run_by_name() -> None:
         "records": "/dev/null",
         "hooks": [HOOKS + "die_in_the_third_iteration"],
     }
-    run = torchrun(["-m", "tests.support.recorded_entry", json.dumps(request)], 2, timeout=120)
+    run = torchrun(["-m", "tests.support.recorded_entry", json.dumps(request)], 2, timeout=300)
     assert run.returncodes != [0]
     assert not run.timed_out
     assert "Signal 9 (SIGKILL)" in run.output

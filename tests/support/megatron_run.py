@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.support.rank_server import free_port
-
 ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 240.0
+TIMEOUT_SECONDS = 600.0
 Entry = Literal["pretrain_gpt", "launch", "plain"]
 
 
@@ -63,10 +61,10 @@ class Finished:
 class Ranks:
     """Client of `tests.support.rank_server`: runs functions, and training entries, on forked ranks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, server: str = "tests.support.rank_server") -> None:
         self._folder = folder
         self._runs = 0
-        command = [sys.executable, "-m", "tests.support.rank_server"]
+        command = [sys.executable, "-m", server]
         self._log = (folder / "server.log").open("w")
         self._server = subprocess.Popen(
             command,
@@ -145,8 +143,8 @@ def torchrun(arguments: Sequence[str], world_size: int, timeout: float = TIMEOUT
         world_size: ranks.
         timeout: seconds.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
-    command += ["--master-port", str(free_port()), *arguments]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    command += arguments
     started = time.monotonic()
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

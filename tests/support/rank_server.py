@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -39,10 +40,15 @@ def import_everything() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port that nobody listens on, and that the system gives to no connection before a rank listens on it.
+
+    Gloo opens many connections, each on a port of the system's choice, so a port of that range is soon taken.
+    """
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run_rank(request: dict[str, Any], rank: int, port: int) -> None:
