@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of the Transformer Engine functions that the adapter calls, as recorded from its releases.
-
-2.20 was recorded from the development branch of August 2026.
-"""
+"""Parameters of the Transformer Engine functions that the adapter calls, from its releases (2.20 is 2.20.2)."""
 
 _FORWARD_2_9 = (
     "is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype, "
@@ -79,6 +76,15 @@ _PARAMS_2_18 = (
     "softmax_type return_max_logit cuda_graph num_splits fp8_output checkpoint_core_attention has_score_mod "
     "has_score_mod_bprop"
 )
+_PARAMS_2_20 = (
+    "qkv_type qkv_dtype nominal_dtype qkv_layout batch_size num_heads num_gqa_groups max_seqlen_q "
+    "max_seqlen_kv num_tokens_q num_tokens_kv head_dim_qk head_dim_v attn_mask_type window_size "
+    "bottom_right_diagonal softcap alibi_slopes_shape core_attention_bias_type core_attention_bias_shape "
+    "core_attention_bias_requires_grad pad_between_seqs attention_dropout context_parallel cp_comm_type "
+    "cp_size cp_size_a2a deterministic is_training fp8 fp8_meta inference_params softmax_type return_max_logit "
+    "cuda_graph num_splits softmax_scale fp8_output checkpoint_core_attention has_score_mod "
+    "has_score_mod_bprop"
+)
 
 # Version: parameters of fused_attn_fwd and of fused_attn_bwd, fields of AttentionParams.
 SIGNATURES = {
@@ -87,5 +93,5 @@ SIGNATURES = {
     "2.14": (_FORWARD_2_12, _BACKWARD_2_12, _PARAMS_2_12),
     "2.15": (_FORWARD_2_15, _BACKWARD_2_15, _PARAMS_2_15),
     "2.18": (_FORWARD_2_15, _BACKWARD_2_15, _PARAMS_2_18),
-    "2.20": (_FORWARD_2_15, _BACKWARD_2_15, _PARAMS_2_18),
+    "2.20": (_FORWARD_2_15, _BACKWARD_2_15, _PARAMS_2_20),
 }

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Arguments that only some versions have, or need; all others must be there.
-_OPTIONAL = frozenset({"o_format", "do_format", "dqkv_layout", "dqkv_dtype"})
+# Arguments, and fields of the selector's question, that only some versions have; all others must be there.
+_OPTIONAL = frozenset({"o_format", "do_format", "dqkv_layout", "dqkv_dtype", "bottom_right_diagonal", "softmax_scale"})
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class FusedAttention:
         """Return the arguments that both functions take, after asking the selector."""
         # Transformer Engine reads raw pointers: a strided tensor would be misread without an error.
         assert all(tensor.is_contiguous() for tensor in (query, key, value))
-        self._check_supported(query, key, tensor_format, causal)
+        self._check_supported(query, key, tensor_format, causal, scale)
         problems, rows = _problems_and_rows(query, tensor_format)
         _, keys = _problems_and_rows(key, tensor_format)
         return {
@@ -196,7 +196,7 @@ class FusedAttention:
             "window_size": _window(causal),
         }
 
-    def _check_supported(self, query: Tensor, key: Tensor, tensor_format: str, causal: bool) -> None:
+    def _check_supported(self, query: Tensor, key: Tensor, tensor_format: str, causal: bool, scale: float) -> None:
         """Ask Transformer Engine's selector, once for each kind of call."""
         problems, rows = _problems_and_rows(query, tensor_format)
         _, keys = _problems_and_rows(key, tensor_format)
@@ -212,6 +212,9 @@ class FusedAttention:
             "head_dim_v": query.shape[3],
             "attn_mask_type": _mask_type(causal),
             "window_size": _window(causal),
+            # What the two functions take for granted with these mask types.
+            "bottom_right_diagonal": False,
+            "softmax_scale": scale,
             "core_attention_bias_type": "no_bias",
             "core_attention_bias_shape": None,
             # The default, True, makes the selector refuse deterministic training.
@@ -223,12 +226,11 @@ class FusedAttention:
         question = tuple(description.values())
         if question in self._supported:
             return
-        unknown = description.keys() - self._params_fields
+        unknown = description.keys() - self._params_fields - _OPTIONAL
         if unknown:
             raise self._unknown_version("AttentionParams", unknown)
-        _, _, _, backend, _, available = self._symbols.get_attention_backend(
-            self._symbols.attention_params(**description)
-        )
+        params = {name: value for name, value in description.items() if name in self._params_fields}
+        _, _, _, backend, _, available = self._symbols.get_attention_backend(self._symbols.attention_params(**params))
         # The selector may prefer another implementation; what counts here is that this one is among those it allows.
         if not available[1] or backend is None or int(backend) != int(self._symbols.backend):
             raise ValueError(self._refusal(description, available))

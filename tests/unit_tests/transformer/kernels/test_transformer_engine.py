@@ -142,6 +142,14 @@ def test_deterministic_training_reaches_the_selector_and_the_backward(
     assert [call["deterministic"] for call in stand_in.calls if "d_o" in call] == [False, True]
 
 
+def test_the_selector_is_asked_about_the_call_that_follows() -> None:
+    stand_in = StandIn("2.20", exact=True)
+    run(kernel_on(stand_in), *inputs("bshd", keys=5), causal=True)
+    (question,) = stand_in.questions
+    asked = {name: getattr(question, name) for name in ("attn_mask_type", "bottom_right_diagonal", "softmax_scale")}
+    assert asked == {"attn_mask_type": "causal", "bottom_right_diagonal": False, "softmax_scale": 0.3}
+
+
 def test_the_selector_is_asked_once_for_each_kind_of_call() -> None:
     stand_in = StandIn()
     kernel = kernel_on(stand_in)
