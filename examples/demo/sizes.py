@@ -73,9 +73,9 @@ SIZES = {
         key_value_heads=2,
         sequence_length=1024,
         micro_batches=4,
-        iterations=110,
+        iterations=90,
         parity_iterations=10,
-        evaluate_every=25,
+        evaluate_every=40,
         learning_rate=4e-3,
     ),
     "quick": Size(

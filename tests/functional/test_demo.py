@@ -20,7 +20,7 @@ DEMO = ROOT / "examples" / "demo"
 def run_demo(output: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(DEMO / "run.py"), "--size", "quick", "--output", str(output)]
     return subprocess.run(
-        command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=240, check=False
+        command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -108,11 +108,29 @@ def test_a_loss_that_does_not_fall_fails(report: ModuleType) -> None:
     assert failures == ["the loss did not fall clearly: 7.000 -> 7.000", "no evaluation in the log"]
 
 
-def test_a_run_that_fails_shows_its_own_message_and_where_the_log_is(report: ModuleType, tmp_path: Path) -> None:
+RANK_0_REFUSES = "megatron_csbp: rank 0: error: --seq-length 72 must be a multiple of 32."
+TRACEBACK = ["Traceback (most recent call last):", "RuntimeError: no more memory"]
+TORCHRUN = ["E1129 torch/distributed/elastic/multiprocessing/api.py:1002] failed", "ChildFailedError:"]
+
+
+@pytest.mark.parametrize(
+    "printed, shown, hidden",
+    [
+        (["noise", RANK_0_REFUSES, *TRACEBACK, *TORCHRUN], RANK_0_REFUSES, "no more memory"),
+        (["noise", *TRACEBACK, *TORCHRUN], "no more memory", "ChildFailedError"),
+    ],
+    ids=["our own message", "the end of the traceback"],
+)
+def test_a_run_that_fails_says_why_and_where_its_log_is(
+    printed: list[str], shown: str, hidden: str, report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = sys.modules["training"]
+    program = f"print({chr(10).join(printed)!r}); raise SystemExit(3)"
+    monkeypatch.setattr(training, "torchrun_command", lambda *_: [sys.executable, "-c", program])
     log = tmp_path / "run.log"
-    with pytest.raises(training.DemoError) as failure:
-        training.train("Training", ["--bp-size", "2"], 1, 1, 1, log)
-    assert "error: --block-parallel-size 2 needs --diffusion-block-size" in str(failure.value)
-    assert "Traceback" not in str(failure.value)
+    with pytest.raises(training.DemoError, match="exit status 3") as failure:
+        training.train("Training", [], 1, 1, 1, log)
+    assert shown in str(failure.value)
+    assert hidden not in str(failure.value)
     assert str(log) in str(failure.value)
+    assert log.read_text().splitlines() == printed
