@@ -160,7 +160,7 @@ def _run_logged(command: Sequence[str], log: Path, environment: Mapping[str, str
                 process.terminate()
                 process.wait()
     if process.returncode:
-        raise DemoError(f"{shlex.join(command[:6])} ... failed with exit status {process.returncode}.\n{_tail(log)}")
+        raise DemoError(f"{log.with_suffix('.sh')} failed with exit status {process.returncode}.\n{_tail(log)}")
 
 
 def _tail(log: Path) -> str:
