@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from megatron.core.transformer.mlp import MLP
 
 from megatron_csbp import forward_step, training_setup
 from megatron_csbp.data.noise import SampleNoise
@@ -89,3 +90,16 @@ def _at_micro_batch(first: int, act: Callable[[Any], object]) -> None:
 def keep_the_last_layer_whole() -> None:
     """Let the last layer compute clean rows to the end, whatever the objective."""
     training_setup.why_last_layer_is_whole = lambda args, loss_on_clean_rows: "a test wants it"
+
+
+def tell_the_rows_of_every_mlp() -> None:
+    """Print how many rows each MLP is given in training."""
+    forward = MLP.forward
+
+    @functools.wraps(forward)
+    def tell(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            print(f"MLP of {hidden_states.shape[0]} rows")
+        return forward(self, hidden_states, *args, **kwargs)
+
+    MLP.forward = tell

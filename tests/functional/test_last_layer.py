@@ -15,6 +15,8 @@ from tests.support.megatron_run import Ranks, worst_difference
 
 ITERATIONS = 6
 DROPS = "last layer: in training, clean rows end at their keys and values"
+LENGTH = 64
+NUM_LAYERS = {"block-diffusion": 2, "nemotron without its next-token loss": 4}
 MODELS = {
     "block-diffusion": [*UNTIED_MQA, *BLOCK_DIFFUSION],
     "nemotron without its next-token loss": [*DEEP, *NEMOTRON, "--ar-loss-weight", "0"],
@@ -25,13 +27,17 @@ MODELS = {
 def test_dropping_clean_rows_changes_no_loss_and_no_gradient(model: str, ranks: Ranks, tmp_path: Path) -> None:
     flags = MODELS[model]
     saving = [*iterations(1), "--save", str(tmp_path / "start")]
+    tell = "tests.functional.hooks:tell_the_rows_of_every_mlp"
     whole = ["tests.functional.hooks:keep_the_last_layer_whole"]
     assert "last layer: whole, since a test wants it" in ranks.train([*flags, *saving], hooks=whole).check().output
     before = load_parameters(tmp_path / "start", 1)
     flags = [*flags, *load(tmp_path / "start")]
-    expected = ranks.train([*flags, *iterations(ITERATIONS, evaluate=True)], hooks=whole).check()
-    found = ranks.train([*flags, *iterations(ITERATIONS, evaluate=True)]).check()
+    expected = ranks.train([*flags, *iterations(ITERATIONS, evaluate=True)], hooks=[tell, *whole]).check()
+    found = ranks.train([*flags, *iterations(ITERATIONS, evaluate=True)], hooks=[tell]).check()
     assert DROPS in found.output
+    layers, all_rows = found.output.count("MLP of "), found.output.count(f"MLP of {2 * LENGTH} rows")
+    assert layers == expected.output.count("MLP of ") == expected.output.count(f"MLP of {2 * LENGTH} rows")
+    assert layers - all_rows == found.output.count(f"MLP of {LENGTH} rows") == layers // NUM_LAYERS[model]
     assert worst_difference(found.losses(), expected.losses()) < CURVE_TOLERANCE
     assert worst_difference(found.grad_norms, expected.grad_norms) < CURVE_TOLERANCE
     assert worst_difference(found.evaluated("nelbo"), expected.evaluated("nelbo")) < CURVE_TOLERANCE
