@@ -88,7 +88,9 @@ def prepare_corpus(folder: Path, corpus_bytes: int) -> Corpus:
     command = [sys.executable, "-m", "megatron_csbp.data.prepare", "--tokenizer", str(tokenizer), "--append-eod"]
     command += ["--output-prefix", str(prefix), "--input", *map(str, documents)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return Corpus(tokenizer, ["--data-path", str(prefix), "--split", "90,10,0"], mask_token_id)
+    held_out = max(1, len(documents) // 10)
+    split = f"{len(documents) - held_out},{held_out},0"
+    return Corpus(tokenizer, ["--data-path", str(prefix), "--split", split], mask_token_id)
 
 
 def train(scheme: str, fixed: FixedTime, corpus: Corpus, network: Network, log: Path) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def _corrupted_staircase(layout: SequenceLayout) -> Iterator[Tile]:
 
 
 def _clean_staircase(layout: SequenceLayout, clean_attention: CleanAttention) -> Iterator[Tile]:
-    """Clean rows x strictly earlier blocks of their chunk (or of the whole copy that a rank holds), if block-causal."""
+    """Clean rows x strictly earlier blocks of their chunk (or whole copy), if block-causal."""
     if clean_attention is CleanAttention.TOKEN_CAUSAL:
         return
     num_blocks = layout.num_blocks if layout.clean_is_replicated else layout.blocks_per_chunk
