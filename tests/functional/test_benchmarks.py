@@ -20,7 +20,7 @@ needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"slow links an
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("benchmarks")
     command = [sys.executable, "-m", "benchmarks.run", "--quick", "--out", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder
 
