@@ -8,6 +8,7 @@ that works.
 from argparse import Namespace
 from pathlib import Path
 
+from megatron_csbp.model_rules import check_heads, check_world_size
 from megatron_csbp.performance_arguments import check_head_groups, check_loss_chunk_rows
 from megatron_csbp.transformer.layout import length_error, required_multiple, resolve_scheme
 from megatron_csbp.unsupported_features import UNSUPPORTED
@@ -46,6 +47,8 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
     for rule in (
         check_block_size,
         check_scheme,
+        check_world_size,
+        check_heads,
         check_length,
         check_sequence_parallel_rows,
         check_mask_token,
@@ -191,11 +194,23 @@ def check_position_embedding(args: Namespace) -> None:
 
 def check_full_validation(args: Namespace) -> None:
     """Megatron 0.19.2 fails at the first evaluation of a whole validation set that is not in a list."""
+    if args.full_validation and args.multiple_validation_sets and (args.test_data_path or _shares_a_test_set(args)):
+        raise ValueError(
+            "--full-validation --multiple-validation-sets with a test set ends Megatron 0.19 after training; leave "
+            "the test set out, for example --split 99,1,0."
+        )
     if args.full_validation and not args.multiple_validation_sets:
         raise ValueError(
             "--full-validation without --multiple-validation-sets ends Megatron 0.19 at its first evaluation; give "
             "both, also for a single validation set, and no test set (--split 99,1,0)."
         )
+
+
+def _shares_a_test_set(args: Namespace) -> bool:
+    """Whether `--split` gives a test set a share (its default does)."""
+    uses_split = args.data_path is not None or args.data_args_path is not None
+    shares = (args.split or "969,30,1").split(",")
+    return uses_split and len(shares) > 2 and float(shares[2]) > 0
 
 
 def check_replicated_router(args: Namespace) -> None:

@@ -190,9 +190,10 @@ def prepare_before_validation(args: Namespace, given: frozenset[str]) -> list[Ch
     changes.set(
         "create_attention_mask_in_dataloader", False, "the attention plan masks; a dense mask has 4 L^2 entries"
     )
-    for name in ("attention_dropout", "hidden_dropout"):
-        if f"--{name.replace('_', '-')}" not in given:
-            changes.set(name, 0.0, "dropout differs between topologies; give the flag to keep it")
+    if "--attention-dropout" not in given:
+        changes.set("attention_dropout", 0.0, "the tiles of a row cannot share a dropout mask; it is not supported")
+    if "--hidden-dropout" not in given:
+        changes.set("hidden_dropout", 0.0, "dropout differs between topologies; give the flag to keep it")
     return changes.made
 
 

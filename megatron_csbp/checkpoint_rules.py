@@ -16,7 +16,18 @@ _FIXED = (
     "diffusion_loss_weight",
     "ar_loss_weight",
     "clean_seq_length",
+    "eod_mask_loss",
     "seed",
+)
+_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "padded_vocab_size",
+    "position_embedding_type",
 )
 
 
@@ -24,15 +35,29 @@ def check_resume(args: Namespace) -> None:
     """Compare with the arguments in the checkpoint that `--load` resumes.
 
     `--finetune` starts a new run from old weights, and a checkpoint of a plain autoregressive run has no
-    block-diffusion
-    arguments: both may differ.
+    block-diffusion arguments: both may differ. The model's sizes may not, in either case.
 
     Raises:
         ValueError: block size, mask id, objective, schedule or another argument of `_FIXED` differs.
     """
-    saved = None if args.finetune else _saved_arguments(args)
-    if saved is None or getattr(saved, "diffusion_block_size", None) is None:
+    saved = _saved_arguments(args)
+    if saved is None:
         return
+    for name in _MODEL:
+        before, now = getattr(saved, name, None), getattr(args, name, None)
+        if before is not None and now is not None and before != now:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {now} differs from {before} in the checkpoint that --load {args.load} "
+                f"names: its weights do not fit. Use --{name.replace('_', '-')} {before}."
+            )
+    if args.finetune or getattr(saved, "diffusion_block_size", None) is None:
+        return
+    if args.diffusion_block_size is None:
+        raise ValueError(
+            f"--load {args.load} resumes a block-diffusion run, but --diffusion-block-size is not given: training "
+            f"would go on with another loss. Give --diffusion-block-size {saved.diffusion_block_size} and the run's "
+            "other flags, or --finetune to start a plain run from these weights."
+        )
     for name in _FIXED:
         before, now = getattr(saved, name, None), getattr(args, name)
         if before != now:

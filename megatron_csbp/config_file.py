@@ -52,7 +52,7 @@ def set_defaults_from_yaml(parser: ArgumentParser, path: Path) -> set[str]:
             take.
     """
     try:
-        document = yaml.safe_load(path.read_text())
+        document = yaml.load(path.read_text(), Loader=_UniqueKeyLoader)
     except (OSError, yaml.YAMLError) as error:
         parser.error(f"--yaml-cfg {path}: {error}")
     if not isinstance(document, dict):
@@ -62,15 +62,35 @@ def set_defaults_from_yaml(parser: ArgumentParser, path: Path) -> set[str]:
         flag.lstrip("-").replace("-", "_"): action for action in parser._actions for flag in action.option_strings
     }
     given: set[str] = set()
+    key_of: dict[str, str] = {}
     for key, value in _flatten(document):
         for name, setting in _translate(key, value).items():
             action = by_flag.get(name) or actions.get(name)
             if action is None:
                 parser.error(f"--yaml-cfg {path}: {key!r} is not a flag; see --help for the names.")
+            if action.dest in key_of:
+                parser.error(
+                    f"--yaml-cfg {path}: {key!r} and {key_of[action.dest]!r} set the same flag; keep one of them."
+                )
+            key_of[action.dest] = key
             parser.set_defaults(**{action.dest: _value(parser, action, path, key, setting, name)})
             action.required = False
             given.update(action.option_strings)
     return given
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Reads YAML, and refuses a key that comes twice in one mapping, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build one mapping."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} comes twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
 def _flatten(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -22,10 +22,11 @@ def main() -> None:
     """Install the runtime, rebind the three names, and run the script as `__main__`."""
     from megatron_csbp import cpu_runtime
     from megatron_csbp.arguments import read_device
-    from megatron_csbp.errors import user_errors
+    from megatron_csbp.errors import check_launcher, user_errors
 
     with user_errors():
         script = _script_path(sys.argv)
+        check_launcher(sys.argv[2:])
         runtime = cpu_runtime.install(read_device(sys.argv[2:]))  # type: ignore[arg-type]
 
         from megatron_csbp import megatron_compat

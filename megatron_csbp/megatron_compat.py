@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_csbp.errors import failure_in_words
 from megatron_csbp.required_symbols import REQUIRED_SYMBOLS, RequiredSymbol, check_megatron_version, megatron_version
 
 # Passed on, so that callers need to know one module.
@@ -79,9 +80,11 @@ def parse_and_validate_arguments(
         checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         checkpointing.load_args_from_checkpoint(args)
     before_validation(args)
-    arguments.validate_args(args, args_defaults)
+    with failure_in_words("check of the arguments"):
+        arguments.validate_args(args, args_defaults)
     after_validation(args)
-    global_vars.set_global_variables(args)
+    with failure_in_words("set-up of tokenizer and logging"):
+        global_vars.set_global_variables(args)
     return args
 
 

@@ -15,9 +15,10 @@ def main() -> None:
     """Choose the device, then hand over to Megatron."""
     from megatron_csbp import cpu_runtime
     from megatron_csbp.arguments import is_block_diffusion, read_device
-    from megatron_csbp.errors import user_errors
+    from megatron_csbp.errors import check_launcher, user_errors
 
     with user_errors():
+        check_launcher(sys.argv[1:])
         runtime = cpu_runtime.install(read_device(sys.argv[1:]))  # type: ignore[arg-type]
 
         from megatron_csbp import autoregressive, megatron_compat, training_setup

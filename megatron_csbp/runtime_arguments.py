@@ -26,9 +26,17 @@ def adapt_to_runtime(args: Namespace, runtime: RuntimeInfo) -> list[Change]:
 
     Returns:
         What was changed, for the start summary.
+
+    Raises:
+        ValueError: FP8 or FP4 is asked for, which no other argument could stand in for.
     """
     if runtime.device != "cpu":
         return []
+    for name, flag in (("fp8", "--fp8-format"), ("fp4", "--fp4-format")):
+        if getattr(args, name, None):
+            raise ValueError(
+                f"{flag} {getattr(args, name)} needs a CUDA device and Transformer Engine; on a CPU use --bf16."
+            )
     changes = []
     for name, value, reason in _CPU_VALUES:
         before = getattr(args, name, value)

@@ -4,11 +4,13 @@
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
 from megatron_csbp import megatron_compat
 from megatron_csbp.arguments import Change, is_block_diffusion, sequence_layout
+from megatron_csbp.checkpoint_rules import latest_iteration
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.model_flops import ModelFlops
 from megatron_csbp.performance_arguments import local_key_value_heads, unit_bytes
@@ -50,6 +52,11 @@ def start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Chang
         lines.extend(_block_diffusion_lines(args, runtime))
     else:
         lines.append("  block diffusion: off (no --diffusion-block-size): plain Megatron")
+    if args.load is not None:
+        found = latest_iteration(Path(args.load)) is not None or args.ckpt_step is not None
+        lines.append(
+            f"  --load {args.load}: " + ("found" if found else "NO CHECKPOINT FOUND, starting from random weights")
+        )
     if changes:
         lines.append("  arguments changed:")
         lines.extend(f"    {change.name}: {change.before} -> {change.after} ({change.reason})" for change in changes)

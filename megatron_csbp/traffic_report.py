@@ -128,7 +128,7 @@ class TrafficReport:
 
     def table(self) -> list[str]:
         """Return the lines of the table: measured against closed form, in bytes from other ranks, by kind."""
-        title = f"---------------- csbp traffic of rank {self._rank}, {self._iterations} training iterations"
+        title = f"---------------- csbp traffic of rank {self._rank}, {self._iterations} iterations with evaluations"
         lines = [f"{title} ----------------"]
         transfers = sorted(self._measured.volumes | self._expected.volumes, key=_in_order_of_time)
         kinds = dict.fromkeys((transfer.tensors, transfer.direction) for transfer in transfers)

@@ -81,8 +81,8 @@ def parse_and_validate_args(
         fill_head_groups(args, AttentionPlan(layout, CleanAttention(args.clean_attention)))
         fill_loss_chunk_rows(args)
         args.csbp_whole_last_layer = why_last_layer_is_whole(args, objective_from_args(args).loss_on_clean_rows)
-        check_resume(args)
         validate_data_files(args)
+    check_resume(args)
     print_start_summary(args, runtime, changes)
     return args
 

@@ -64,6 +64,11 @@ UNSUPPORTED = (
     Unsupported("hybrid_layer_pattern", _TWO_COPIES),
     Unsupported("heterogeneous_layers_config_path", "heterogeneous layer specs are not rewritten"),
     Unsupported("heterogeneous_layers_config_encoded_json", "heterogeneous layer specs are not rewritten"),
+    Unsupported(
+        "cp_comm_type",
+        "the exchange is a gather and a reduce-scatter of this package",
+        is_off=_one_of(None, "p2p", ["p2p"]),
+    ),
     Unsupported("hybrid_context_parallel", "its groups change between micro-batches"),
     Unsupported("hierarchical_context_parallel_sizes", "there is one exchange over the whole context group"),
     Unsupported("gtp_weight_remat_size", _GTP, "leave it at 1", _one_of(None, 0, 1)),

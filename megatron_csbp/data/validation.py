@@ -50,6 +50,7 @@ def validate_data_files(args: Any) -> None:
         raise ValueError("no training data: give --data-path PREFIX (without .bin or .idx), or --mock-data.")
     if blend is not None:
         _check_shared_blend(blend, "--data-path" if args.data_args_path is None else "--data-args-path", args)
+        _check_validation_set(None, args)
         return
     assert blend_per_split is not None
     for split, split_blend in zip(Split, blend_per_split, strict=True):
@@ -59,6 +60,26 @@ def validate_data_files(args: Any) -> None:
             )
             for files in _open_all(split_blend, flag, args):
                 _check_samples(files, flag, split, files.num_tokens, split_blend, args)
+    _check_validation_set(blend_per_split, args)
+
+
+def _check_validation_set(blend_per_split: list[Blend | None] | None, args: Any) -> None:
+    """Check that there is a validation set where evaluation is asked for: Megatron fails at its first evaluation."""
+    if not args.eval_iters:
+        return
+    if blend_per_split is not None:
+        has_none = blend_per_split[Split.valid.value] is None
+        source, remedy = "the data paths of the splits", "--valid-data-path PREFIX"
+    else:
+        has_none = (
+            convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))[Split.valid.value] is None
+        )
+        source, remedy = f"--split {args.split}", "--split 99,1,0"
+    if has_none:
+        raise ValueError(
+            f"--eval-iters {args.eval_iters} asks for evaluation, but {source} leaves no validation set. Give one, "
+            f"for example {remedy}, or --eval-iters 0."
+        )
 
 
 def _blends(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:

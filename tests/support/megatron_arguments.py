@@ -22,6 +22,12 @@ def parser() -> ArgumentParser:
 
 
 def parse(command_line: str) -> tuple[Namespace, frozenset[str]]:
-    """Return the parsed arguments and the flags that were given; the last of repeated flags counts."""
+    """Return the parsed arguments and the flags that were given; the last of repeated flags counts.
+
+    The job has as many ranks as the flags need.
+    """
     words = command_line.split()
-    return parser().parse_args(words), frozenset(flags_given(words))
+    args = parser().parse_args(words)
+    group_size = max(args.context_parallel_size, args.block_parallel_size)
+    args.world_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * max(group_size, 1)
+    return args, frozenset(flags_given(words))

@@ -21,6 +21,22 @@ def refusal(flags: str, base: str = VALID) -> str:
 
 
 REFUSED = {
+    "key/value heads that do not divide the heads": (
+        "--num-attention-heads 4 --group-query-attention --num-query-groups 3",
+        "--num-query-groups 3 must divide --num-attention-heads 4",
+        "1, 2, 4 work",
+    ),
+    "heads that tensor parallelism does not divide": (
+        "--num-attention-heads 4 --tensor-model-parallel-size 3",
+        "--tensor-model-parallel-size 3",
+        "--num-attention-heads 4",
+        "1, 2, 4 work",
+    ),
+    "whole validation sets beside a test set": (
+        "--full-validation --multiple-validation-sets --data-path d --split 90,5,5",
+        "--full-validation --multiple-validation-sets with a test set",
+        "--split 99,1,0",
+    ),
     "a whole validation set by itself": (
         "--full-validation",
         "--full-validation without --multiple-validation-sets",
@@ -168,6 +184,17 @@ def test_refuses(case: str) -> None:
     assert [part for part in said if part not in message] == []
 
 
+def test_refuses_fewer_ranks_than_the_sizes_need() -> None:
+    args, given = parse(f"{VALID} --bp-size 2 --context-parallel-size 2 --tensor-model-parallel-size 2")
+    args.world_size = 6
+    with pytest.raises(ValueError, match="multiple of 4 ranks, and this job has 6") as error:
+        check_before_megatron(args, given)
+    assert "--tensor-model-parallel-size 2 --context-parallel-size 2 --block-parallel-size 2" in str(error.value)
+    assert "torchrun --nproc-per-node 4" in str(error.value)
+    args.world_size = 8
+    check_before_megatron(args, given)
+
+
 def test_refuses_a_missing_mask_id() -> None:
     message = refusal("", "--seq-length 64 --diffusion-block-size 8")
     assert message.startswith("--mask-token-id is not given")
@@ -179,6 +206,9 @@ def test_refuses_a_missing_length() -> None:
 
 
 ACCEPTED = {
+    "one key/value head under tensor parallelism": (
+        "--num-attention-heads 4 --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2"
+    ),
     "one rank": "",
     "one token in a block": "--diffusion-block-size 1",
     "one block in a sequence": "--diffusion-block-size 64",
@@ -245,6 +275,7 @@ def test_the_length_that_the_sequence_parallel_error_suggests_works() -> None:
 
 
 ASKED_FOR = {
+    "cp_comm_type": "--cp-comm-type a2a",
     "mtp_num_layers": "--mtp-num-layers 1",
     "multi_latent_attention": "--multi-latent-attention",
     "cuda_graph_impl": "--cuda-graph-impl local",

@@ -20,6 +20,7 @@ SAVED = {
     "diffusion_loss_weight": 0.3,
     "ar_loss_weight": 1.0,
     "clean_seq_length": 64,
+    "eod_mask_loss": False,
     "seed": 7,
 }
 OTHER = {
@@ -32,6 +33,7 @@ OTHER = {
     "diffusion_loss_weight": 1.0,
     "ar_loss_weight": 0.0,
     "clean_seq_length": 128,
+    "eod_mask_loss": True,
     "seed": 8,
 }
 
@@ -111,3 +113,22 @@ def test_nothing_to_resume_is_no_error(tmp_path: Path) -> None:
 def test_reads_megatrons_tracker_file(tmp_path: Path, text: str, iteration: int | None) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
     assert latest_iteration(tmp_path) == iteration
+
+
+def test_a_plain_run_does_not_resume_a_block_diffusion_run(folder: Path) -> None:
+    with pytest.raises(ValueError, match="--diffusion-block-size is not given") as error:
+        resume(folder, diffusion_block_size=None)
+    assert "--diffusion-block-size 8" in str(error.value)
+    assert "--finetune" in str(error.value)
+    resume(folder, diffusion_block_size=None, finetune=True)
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+def test_weights_of_another_model_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, finetune: bool) -> None:
+    monkeypatch.setattr(
+        megatron_compat, "load_checkpoint_arguments", lambda *_: Namespace(**SAVED, hidden_size=64, num_layers=2)
+    )
+    resume(folder, hidden_size=64, num_layers=2, finetune=finetune)
+    with pytest.raises(ValueError, match="--hidden-size 32 differs from 64") as error:
+        resume(folder, hidden_size=32, num_layers=2, finetune=finetune)
+    assert "Use --hidden-size 64." in str(error.value)

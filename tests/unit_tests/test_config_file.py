@@ -96,6 +96,8 @@ def test_flags_of_the_file_count_as_given(parsed: Parsed) -> None:
         ("swiglu: 'yes'", "must be true or false"),
         ("diffusion-objective: other", "invalid choice: 'other'"),
         ("hierarchical-context-parallel-sizes: []", "must be a list, not empty"),
+        ("m:\n  seq-length: 64\nm:\n  seq-length: 32", "'m' comes twice"),
+        ("bp-size: 2\nblock_parallel_size: 4", "'block_parallel_size' and 'bp-size' set the same flag"),
         ("- seq-length", "must hold `flag-name: value` lines"),
         ("seq-length: [", "expected the node content"),
     ],

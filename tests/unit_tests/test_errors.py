@@ -3,7 +3,7 @@
 
 import pytest
 
-from megatron_csbp.errors import user_errors
+from megatron_csbp.errors import check_launcher, failure_in_words, user_errors
 
 
 def test_a_value_error_becomes_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +34,20 @@ def test_argparse_errors_pass_through() -> None:
     with pytest.raises(SystemExit) as stop, user_errors():
         raise SystemExit(0)
     assert stop.value.code == 0
+
+
+def test_a_process_without_a_rank_is_told_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match=r"RANK is not set.*torchrun --nproc-per-node 1"):
+        check_launcher(["--seq-length", "64"])
+    check_launcher(["--help"])
+    monkeypatch.setenv("RANK", "0")
+    check_launcher([])
+
+
+def test_a_bare_assertion_is_shown_as_the_check_that_failed() -> None:
+    with pytest.raises(
+        ValueError, match=r"Megatron's check failed \[AssertionError at `raise AssertionError`, test_err"
+    ):
+        with failure_in_words("check"):
+            raise AssertionError

@@ -45,3 +45,9 @@ def test_cuda_changes_nothing() -> None:
     before = dict(vars(args))
     assert adapt_to_runtime(args, CUDA) == []
     assert vars(args) == before
+
+
+def test_low_precision_formats_are_refused_on_a_cpu() -> None:
+    args, _ = parse("--fp8-format hybrid")
+    with pytest.raises(ValueError, match=r"--fp8-format hybrid needs a CUDA device.*--bf16"):
+        adapt_to_runtime(args, CPU)

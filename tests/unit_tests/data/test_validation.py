@@ -190,3 +190,15 @@ def test_a_list_of_paths_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     refuses("the file 0.5.idx does not exist", data_path=["0.5", prefix, prefix])
     refuses("the data paths cannot be read", data_args_path=str(tmp_path / "none"))
     refuses(r"weights \[0.0, 1.0\]: each must be above 0", data_path=["0", prefix, "1", prefix])
+
+
+def test_evaluation_without_a_validation_set_is_refused(tmp_path: Path) -> None:
+    prefix = dataset(tmp_path)
+    no_share, no_path = (
+        "--eval-iters 2 .*--split 100,0,0 .*--split 99,1,0",
+        "--eval-iters 2 .*--valid-data-path PREFIX",
+    )
+    refuses(no_share, data_path=[prefix], split="100,0,0", eval_iters=2)
+    refuses(no_path, train_data_path=[prefix], split=None, eval_iters=2)
+    validate(data_path=[prefix], split="100,0,0", eval_iters=0)
+    validate(train_data_path=[prefix], valid_data_path=[prefix], split=None, eval_iters=2)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules on ranks and heads that Megatron checks late or by a bare assertion. Imports nothing of Megatron."""
+
+from argparse import Namespace
+
+
+def check_world_size(args: Namespace) -> None:
+    """The number of ranks is a multiple of tensor x pipeline x context-parallel size."""
+    group_size = max(args.context_parallel_size, args.block_parallel_size)
+    needed = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * group_size
+    if args.world_size % needed:
+        sizes = {
+            "--tensor-model-parallel-size": args.tensor_model_parallel_size,
+            "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
+            "--context-parallel-size": args.context_parallel_size,
+            "--block-parallel-size": args.block_parallel_size,
+        }
+        named = " ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+        raise ValueError(
+            f"{named}: needs a multiple of {needed} ranks, and this job has {args.world_size} (block and context "
+            f"parallelism share their ranks); start it with torchrun --nproc-per-node {needed}, for example."
+        )
+
+
+def check_heads(args: Namespace) -> None:
+    """Key/value heads divide query heads, tensor parallelism divides both or leaves one key/value head a rank."""
+    heads, tensor_size = args.num_attention_heads, args.tensor_model_parallel_size
+    if not heads:
+        return  # Megatron asks for the flag
+    groups = args.num_query_groups if args.group_query_attention else heads
+    if not groups or groups < 1 or heads % groups:
+        works = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise ValueError(
+            f"--num-query-groups {groups} must divide --num-attention-heads {heads}, so that each key/value head "
+            f"serves equally many query heads; {works} work."
+        )
+    if heads % tensor_size or (groups % tensor_size and tensor_size % groups):
+        works = ", ".join(
+            str(size)
+            for size in range(1, heads + 1)
+            if heads % size == 0 and (groups % size == 0 or size % groups == 0)
+        )
+        raise ValueError(
+            f"--tensor-model-parallel-size {tensor_size} cannot divide --num-attention-heads {heads} with {groups} "
+            f"key/value heads (--num-query-groups); {works} work."
+        )
