@@ -46,8 +46,6 @@ def test_a_process_without_a_rank_is_told_how_to_start(monkeypatch: pytest.Monke
 
 
 def test_a_bare_assertion_is_shown_as_the_check_that_failed() -> None:
-    with pytest.raises(
-        ValueError, match=r"Megatron's check failed \[AssertionError at `raise AssertionError`, test_err"
-    ):
-        with failure_in_words("check"):
-            raise AssertionError
+    shown = r"Megatron's check failed \[AssertionError at `raise AssertionError`, test_errors.py:"
+    with pytest.raises(ValueError, match=shown), failure_in_words("check"):
+        raise AssertionError
