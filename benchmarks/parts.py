@@ -114,6 +114,7 @@ def throughput(quick: bool) -> dict[str, Any]:
                 }
             )
             for length in sweep.lengths:
+                print(f"  {sweep.title}, P = {sweep.size}, L = {length} ...", flush=True)
                 comparison = Comparison(length, sweep.variants, sweep.repeats, shape)
                 summary = summarise(comparison, run_on_ranks(compare, comparison, sweep.size, network))
                 rows.extend({**about, **row} for row in summary)

@@ -105,6 +105,7 @@ def versions() -> dict[str, str]:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     """Leave as an exception would, so that namespaces are removed."""
+    print(f"benchmarks: ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
     raise SystemExit(128 + number)
 
 
