@@ -15,27 +15,33 @@ from typing import Any
 from benchmarks.network import INTERFACE, Network
 from benchmarks.ranks import cores
 from examples.demo.corpus import build_tokenizer, standard_library_documents
+from megatron_csbp.data import prepare
 
 ROOT = Path(__file__).parents[1]
 RANKS = 2
 PORT = 29500
-VOCABULARY = 2048
+VOCABULARY = 258
+"""Bytes and two special tokens: a vocabulary that a small model learns within the time."""
+VALIDATION_SEQUENCES = 16
 MODEL = (
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --group-query-attention --num-query-groups 2 "
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 8 --group-query-attention --num-query-groups 2 "
     "--kv-channels 32 --ffn-hidden-size 384 --swiglu --normalization RMSNorm --disable-bias-linear "
-    "--position-embedding-type rope --make-vocab-size-divisible-by 128 --csbp-head-groups 2"
+    "--position-embedding-type rope --make-vocab-size-divisible-by 128 --init-method-std 0.05 --csbp-head-groups 2"
 )
 TRAINING = (
-    "--micro-batch-size 1 --global-batch-size 4 --lr 3e-3 --lr-decay-style constant --lr-decay-iters 10000 "
-    "--lr-warmup-iters 5 --weight-decay 0.1 --clip-grad 1.0 --num-workers 0 --seed 7 --log-interval 1 "
-    "--diffusion-block-size 32"
+    "--micro-batch-size 1 --global-batch-size 4 --lr 4e-3 --lr-decay-style constant --lr-decay-iters 10000 "
+    "--lr-warmup-iters 5 --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 --num-workers 0 --seed 7 "
+    "--log-interval 1 --diffusion-block-size 32 --diffusion-objective nemotron --full-validation "
+    "--multiple-validation-sets"
 )
 SCHEMES = {
     "CP": ["--context-parallel-size", str(RANKS)],
     "CSBP": ["--context-parallel-size", str(RANKS), "--bp-size", str(RANKS)],
 }
 _ITERATION = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+) .*lm loss: ([\d.E+-]+)")
-_VALIDATION = re.compile(r"validation\S* loss at iteration (\d+) \|.*nelbo value: ([\d.E+-]+)")
+_VALIDATION = re.compile(
+    r"validation\S* loss at iteration (\d+) \| lm loss value: ([\d.E+-]+) .*nelbo value: ([\d.E+-]+)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,21 +53,21 @@ class FixedTime:
         minutes: wall-clock budget of a run, its start included (`--exit-duration-in-mins`); None for no budget.
         iterations: upper bound of `--train-iters`.
         eval_interval: iterations between validations.
-        corpus_bytes: text to train and validate on.
+        corpus_bytes: text to train on.
     """
 
     sequence_length: int = 1024
     minutes: int | None = 3
     iterations: int = 10_000
-    eval_interval: int = 10
-    corpus_bytes: int = 6_000_000
+    eval_interval: int = 15
+    corpus_bytes: int = 3_000_000
 
     @property
     def flags(self) -> list[str]:
         """The flags of both runs that depend on these."""
         length = str(self.sequence_length)
         flags = ["--seq-length", length, "--max-position-embeddings", length, "--train-iters", str(self.iterations)]
-        flags += ["--eval-interval", str(self.eval_interval), "--eval-iters", "4"]
+        flags += ["--eval-interval", str(self.eval_interval), "--eval-iters", "1"]
         return flags if self.minutes is None else [*flags, "--exit-duration-in-mins", str(self.minutes)]
 
 
@@ -80,17 +86,21 @@ class Corpus:
     mask_token_id: int
 
 
-def prepare_corpus(folder: Path, corpus_bytes: int) -> Corpus:
-    """Tokenize sources of Python's standard library; Megatron keeps the last documents for validation."""
-    documents = standard_library_documents(corpus_bytes)
-    tokenizer, prefix = folder / "tokenizer", folder / "text"
+def prepare_corpus(folder: Path, fixed: FixedTime) -> Corpus:
+    """Tokenize sources of Python's standard library; the beginning of one that is not trained on is for validation."""
+    held_out, *documents = standard_library_documents(fixed.corpus_bytes)
+    tokenizer = folder / "tokenizer"
     mask_token_id = build_tokenizer(documents, tokenizer, VOCABULARY)
-    command = [sys.executable, "-m", "megatron_csbp.data.prepare", "--tokenizer", str(tokenizer), "--append-eod"]
-    command += ["--output-prefix", str(prefix), "--input", *map(str, documents)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    held_out = max(1, len(documents) // 10)
-    split = f"{len(documents) - held_out},{held_out},0"
-    return Corpus(tokenizer, ["--data-path", str(prefix), "--split", split], mask_token_id)
+    excerpt = folder / "valid.txt"
+    # One token a byte, for documents without characters beyond ASCII.
+    excerpt.write_bytes(held_out.read_bytes()[: VALIDATION_SEQUENCES * fixed.sequence_length])
+    flags = []
+    for part, paths in (("train", documents), ("valid", [excerpt])):
+        arguments = ["--tokenizer", str(tokenizer), "--append-eod", "--output-prefix", str(folder / part)]
+        if prepare.main([*arguments, "--input", *map(str, paths)]):
+            raise RuntimeError("the text could not be prepared; the reason is above")
+        flags += [f"--{part}-data-path", str(folder / part)]
+    return Corpus(tokenizer, flags, mask_token_id)
 
 
 def train(scheme: str, fixed: FixedTime, corpus: Corpus, network: Network, log: Path) -> dict[str, Any]:
@@ -166,7 +176,7 @@ def read_curves(log: str) -> dict[str, Any]:
         log: what the last rank printed.
 
     Returns:
-        `iterations`: number, seconds on the clock, loss; `validations`: number, seconds on the clock, NELBO.
+        `iterations`: number, seconds on the clock, loss; `validations`: number, seconds on the clock, loss, NELBO.
     """
     iterations: list[dict[str, float]] = []
     validations: list[dict[str, float]] = []
@@ -176,7 +186,8 @@ def read_curves(log: str) -> dict[str, Any]:
             seconds += float(found[2]) / 1000
             iterations.append({"iteration": int(found[1]), "seconds": seconds, "loss": float(found[3])})
         elif found := _VALIDATION.search(line):
-            validations.append({"iteration": int(found[1]), "seconds": seconds, "nelbo": float(found[2])})
+            point = {"iteration": int(found[1]), "seconds": seconds}
+            validations.append({**point, "loss": float(found[2]), "nelbo": float(found[3])})
     return {"iterations": iterations, "validations": validations}
 
 

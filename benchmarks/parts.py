@@ -50,7 +50,6 @@ class Sweep:
         link: the link that is imitated.
         size: P, ranks.
         lengths: L of each comparison.
-        repeats: timed steps of each variant.
         variants: what is compared.
     """
 
@@ -58,21 +57,25 @@ class Sweep:
     link: Link
     size: int
     lengths: tuple[int, ...]
-    repeats: int
     variants: tuple[Variant, ...] = SCHEMES
+
+    @staticmethod
+    def repeats(length: int) -> int:
+        """Return how many steps of each variant are timed: short ones are noisier and cheaper."""
+        return 9 if length <= 2048 else 3
 
 
 ABLATIONS = (CP, CP_AT_ONCE, CSBP, CSBP_AT_ONCE, CSBP_CONTIGUOUS)
 SWEEPS = (
-    Sweep("Across nodes", ACROSS_NODES, 2, (1024, 2048, 4096, 8192), 3),
-    Sweep("Across nodes", ACROSS_NODES, 4, (1024, 2048, 4096), 3),
-    Sweep("NVLink", NVLINK, 2, (1024, 2048, 4096, 8192), 3),
-    Sweep("Unlimited", UNLIMITED, 2, (1024, 4096), 3),
-    Sweep("Ablations, across nodes", ACROSS_NODES, 2, (4096,), 3, ABLATIONS),
+    Sweep("Across nodes", ACROSS_NODES, 2, (1024, 2048, 4096, 8192)),
+    Sweep("Across nodes", ACROSS_NODES, 4, (1024, 2048, 4096, 8192)),
+    Sweep("NVLink", NVLINK, 2, (1024, 2048, 4096, 8192)),
+    Sweep("Unlimited", UNLIMITED, 2, (1024, 4096)),
+    Sweep("Ablations, across nodes", ACROSS_NODES, 2, (4096,), ABLATIONS),
 )
 QUICK_SWEEPS = (
-    Sweep("Across nodes", ACROSS_NODES, 2, (256, 512), 1),
-    Sweep("Ablations, across nodes", ACROSS_NODES, 2, (256,), 1, ABLATIONS),
+    Sweep("Across nodes", ACROSS_NODES, 2, (256, 512)),
+    Sweep("Ablations, across nodes", ACROSS_NODES, 2, (256,), ABLATIONS),
 )
 
 
@@ -115,7 +118,7 @@ def throughput(quick: bool) -> dict[str, Any]:
             )
             for length in sweep.lengths:
                 print(f"  {sweep.title}, P = {sweep.size}, L = {length} ...", flush=True)
-                comparison = Comparison(length, sweep.variants, sweep.repeats, shape)
+                comparison = Comparison(length, sweep.variants, 1 if quick else sweep.repeats(length), shape)
                 summary = summarise(comparison, run_on_ranks(compare, comparison, sweep.size, network))
                 rows.extend({**about, **row} for row in summary)
     inputs = {"h200_attention_flops": H200_ATTENTION_FLOPS, "h200_itemsize": H200_ITEMSIZE}
@@ -164,8 +167,8 @@ def training(quick: bool) -> dict[str, Any]:
     shape = Shape()
     with tempfile.TemporaryDirectory() as name, Network(fixed_time.RANKS) as network:
         folder = Path(name)
-        corpus = fixed_time.prepare_corpus(folder, fixed.corpus_bytes)
         core_flops = fmean(run_on_ranks(calibrate, shape, fixed_time.RANKS, network))
+        corpus = fixed_time.prepare_corpus(folder, fixed)
         bytes_per_second = ACROSS_NODES.scaled_bytes(core_flops, shape.itemsize)
         network.limit(bytes_per_second)
         runs = [

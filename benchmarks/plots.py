@@ -50,7 +50,8 @@ def select(rows: Sequence[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]
 def _throughput(result: dict[str, Any]) -> Any:
     """Tokens per second, and the ratio of CSBP to CP, against L."""
     rows = result["rows"]
-    groups = [group for group in groups_of(rows) if len({r["sequence_length"] for r in rows if _is(r, group)}) > 1]
+    swept = [group for group in groups_of(rows) if len({r["sequence_length"] for r in rows if _is(r, group)}) > 1]
+    groups = swept or groups_of(rows)[:1]
     figure, axes = plt.subplots(2, len(groups), figsize=(3.6 * len(groups), 5.6), squeeze=False)
     for column, (sweep, ranks) in enumerate(groups):
         for variant in ("CP", "BP", "CSBP"):
@@ -127,7 +128,7 @@ def _memory(result: dict[str, Any]) -> Any:
 
 
 def _training(result: dict[str, Any]) -> Any:
-    """Validation bound against the training clock."""
+    """Validation loss against the training clock."""
     figure, axis = plt.subplots(figsize=(5.6, 3.6))
     for run in result["runs"]:
         points = run["validations"]
@@ -136,7 +137,7 @@ def _training(result: dict[str, Any]) -> Any:
             seconds, [point["nelbo"] for point in points], "o-", color=COLORS[run["scheme"]], label=run["scheme"]
         )
     axis.set_xlabel("seconds of training")
-    axis.set_ylabel("validation NELBO (nats per token)")
+    axis.set_ylabel("validation loss")
     axis.grid(visible=True, alpha=0.3)
     axis.legend()
     return figure

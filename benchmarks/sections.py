@@ -4,9 +4,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.plots import groups_of, select
 from benchmarks.section_on_paper import memory, scale, work
-from benchmarks.text import mebibytes, percent, span, table, thousands, trend
+from benchmarks.section_throughput import throughput
+from benchmarks.text import mebibytes, percent, span, table, thousands
 
 
 def wire(result: dict[str, Any]) -> list[str]:
@@ -70,109 +70,6 @@ def _wire_table(rows: list[dict[str, Any]]) -> list[str]:
     )
 
 
-def throughput(result: dict[str, Any]) -> list[str]:
-    """Tokens per second side by side."""
-    shape, rows = result["shape"], result["rows"]
-    lines = [
-        f"{shape['num_layers']} transformer layers (hidden {shape['hidden']}, {shape['num_heads']} query and "
-        f"{shape['num_key_value_heads']} key/value heads of {shape['head_dim']}, MLP {shape['ffn']}, block "
-        f"{shape['block_size']}, {shape['clean_attention']} clean attention, fp32) around the real attention, driven "
-        "directly: no embedding, vocabulary, optimizer or reduction of weight gradients. One rank a core, pinned. A "
-        "step is one forward and one backward pass of one sequence; its time is that of the slowest rank.",
-        "",
-        "Links are slowed with `tc tbf` so that a core stands to its link as an H200 to its own: bytes per second "
-        "here = bytes per second there x (measured FLOP/s of attention on one core / "
-        f"{result['h200_attention_flops'] / 1e12:.0f} TFLOP/s) x (4 bytes an element here / "
-        f"{result['h200_itemsize']} there). The H200 figure is published, not measured.",
-        "",
-        *_links_table(result["links"]),
-    ]
-    for sweep, ranks in groups_of(rows):
-        group = select(rows, sweep=sweep, ranks=ranks)
-        label = " (oversubscribed: ranks share cores, so only ratios count)" if group[0]["oversubscribed"] else ""
-        lines += ["", f"### {sweep}, P = {ranks}{label}", "", *_throughput_table(group), "", *_read_throughput(group)]
-    lines += [
-        "",
-        "*exposed* is the time that the computing thread was blocked on the network (mean over ranks), *network "
-        "alone* the time of the same exchanges with nothing computed beside them, *hidden* the part of it that was "
-        "not exposed.",
-    ]
-    return lines
-
-
-def _links_table(links: list[dict[str, Any]]) -> list[str]:
-    rows = []
-    for link in links:
-        limited = link["bytes_per_second"] is not None
-        rows.append(
-            [
-                link["link"],
-                str(link["ranks"]),
-                f"{link['cluster_bytes_per_second'] / 1e9:.0f} GB/s" if limited else "-",
-                f"{link['core_flops'] / 1e9:.1f} GFLOP/s",
-                f"{link['bytes_per_second'] / 1e6:.1f} MB/s" if limited else "as fast as the kernel",
-            ]
-        )
-    return table(["link", "ranks", "an H200's link", "a core here", "link here"], rows)
-
-
-def _throughput_table(group: list[dict[str, Any]]) -> list[str]:
-    rows = []
-    for row in group:
-        cp = select(group, variant="CP", sequence_length=row["sequence_length"])[0]
-        rows.append(
-            [
-                thousands(row["sequence_length"]),
-                row["variant"],
-                f"{row['tokens_per_second']:.0f}",
-                f"{row['tokens_per_second'] / cp['tokens_per_second']:.2f}",
-                *(
-                    f"{row[f'{name}_seconds']:.2f}"
-                    for name in ("step", "compute", "exposed", "hidden", "network_alone")
-                ),
-            ]
-        )
-    header = ["L", "", "tokens/s", "vs CP", "step s", "compute s", "exposed s", "hidden s", "network alone s"]
-    return table(header, rows)
-
-
-def _read_throughput(group: list[dict[str, Any]]) -> list[str]:
-    """Say what a group of rows shows, whatever it is."""
-    lengths = sorted({row["sequence_length"] for row in group})
-
-    def ratios(fast: str, slow: str) -> list[float]:
-        """Return how many times as fast one variant is as another, by length."""
-        steps = ([r["step_seconds"] for r in select(group, variant=variant)] for variant in (slow, fast))
-        return [slower / faster for slower, faster in zip(*steps, strict=True)]
-
-    csbp = ratios("CSBP", "CP")
-    sentence = f"CSBP runs at {span(csbp)} times the speed of CP"
-    if len(lengths) > 1:
-        sentence += f"; with L the ratio {trend(csbp)}"
-    slower = [thousands(length) for length, ratio in zip(lengths, csbp, strict=True) if ratio < 1]
-    sentence += f". **CSBP is slower than CP at L = {', '.join(slower)}.**" if slower else "."
-    if trend(csbp) == "falls":
-        sentence += (
-            " It falls because computation grows with L squared and bytes with L, while both schemes compute the same "
-            "with the same kernels: the longer the sequence, the less a link of given speed matters."
-        )
-    lines = [sentence]
-    if select(group, variant="BP"):
-        lines.append(f"Pure BP runs at {span(ratios('BP', 'CP'))} times the speed of CP.")
-    if select(group, variant="CSBP, contiguous"):
-        lines.append(
-            f"Dual-end assignment is {span(ratios('CSBP', 'CSBP, contiguous'))} times as fast as contiguous (the "
-            "paper: 1.28 to 1.34 at 256K on eight and four ranks)."
-        )
-    if select(group, variant="CSBP, heads at once"):
-        gains = [span(ratios(scheme, f"{scheme}, heads at once")) for scheme in ("CP", "CSBP")]
-        lines.append(
-            f"Exchanging heads in groups makes CP {gains[0]} and CSBP {gains[1]} times as fast as all heads at once."
-        )
-    spread = max((max(row["step_seconds_all"]) - min(row["step_seconds_all"])) / row["step_seconds"] for row in group)
-    return [*lines, f"Repeats of one step differ by up to {percent(spread, 0)}."]
-
-
 def attention(result: dict[str, Any]) -> list[str]:
     """The CPU path of the attention."""
     rows = result["rows"]
@@ -222,40 +119,42 @@ def _met(holds: bool) -> str:
 
 def training(result: dict[str, Any]) -> list[str]:
     """The same wall-clock for both."""
-    cp, csbp = (next(run for run in result["runs"] if run["scheme"] == scheme) for scheme in ("CP", "CSBP"))
+    runs = {run["scheme"]: run for run in result["runs"]}
     common = result["common"]
+    reached = {scheme: common["reached"][scheme] for scheme in runs}
+    pace = {scheme: run["iterations"][-1]["seconds"] / len(run["iterations"]) for scheme, run in runs.items()}
     budget = f"{result['minutes']} minutes each, start included" if result["minutes"] else "no time limit"
-    rows = []
-    for run in (cp, csbp):
-        reached = common["reached"][run["scheme"]]
-        per_iteration = run["iterations"][-1]["seconds"] / len(run["iterations"])
-        bound = [f"{reached['nelbo']:.4f}", str(reached["iteration"])] if "nelbo" in reached else ["-", "-"]
-        rows.append([run["scheme"], f"{per_iteration:.2f}", str(reached["iterations"]), *bound])
-    lines = [
-        "Both train the same small model on Python's standard library through `megatron_csbp.pretrain_gpt`, L = "
-        f"{result['sequence_length']}, same data, seed and noise, two ranks, the link of *{result['link']}* at "
-        f"{result['bytes_per_second'] / 1e6:.1f} MB/s, {budget} (`--exit-duration-in-mins`). The clock adds up "
-        "Megatron's own iteration times, reduction of weight gradients and optimizer included, and stands still "
-        "during validation.",
-        "",
-        *table(
-            ["", "s/iteration", f"iterations in {common['seconds']:.0f} s", "validation NELBO", "at iteration"], rows
-        ),
-        "",
+    cells = [
+        [
+            scheme,
+            f"{pace[scheme]:.2f}",
+            str(reached[scheme]["iterations"]),
+            str(reached[scheme].get("iteration", "-")),
+            *(f"{reached[scheme][name]:.4f}" if name in reached[scheme] else "-" for name in ("loss", "nelbo")),
+        ]
+        for scheme in runs
     ]
-    pace = (cp["iterations"][-1]["seconds"] / len(cp["iterations"])) / (
-        csbp["iterations"][-1]["seconds"] / len(csbp["iterations"])
-    )
-    lines.append(
+    header = ["", "s/iteration", f"iterations in {common['seconds']:.0f} s", "last validated", "loss", "NELBO"]
+    lines = [
+        "Both train the same small model on Python's standard library through `megatron_csbp.pretrain_gpt` "
+        f"(objective `nemotron`), L = {result['sequence_length']}, same data, seed and noise, two ranks, the link of "
+        f"*{result['link']}* at {result['bytes_per_second'] / 1e6:.1f} MB/s, {budget} (`--exit-duration-in-mins`). "
+        "The clock adds up Megatron's own iteration times, reduction of weight gradients and optimizer included, "
+        "and stands still during validation; each validation is of the same held-out text.",
+        "",
+        *table(header, cells),
+        "",
         f"Iteration by iteration the two training losses differ by at most {result['largest_difference']:.1e} "
-        f"(relative), so what differs is the pace: CSBP does {pace:.2f} times as many iterations in the same time."
-    )
-    bounds = [common["reached"][scheme].get("nelbo") for scheme in ("CP", "CSBP")]
-    if None not in bounds:
-        better = "CSBP" if bounds[1] < bounds[0] else "CP"
-        verdict = "Both models are equally good" if bounds[0] == bounds[1] else f"**{better}'s model is better**"
+        f"(relative), so what differs is the pace: CSBP does {pace['CP'] / pace['CSBP']:.2f} times as many "
+        "iterations in the same time.",
+    ]
+    losses = {scheme: point["loss"] for scheme, point in reached.items() if "loss" in point}
+    if len(losses) == len(runs):
+        better = min(losses, key=lambda scheme: losses[scheme])
+        verdict = "Both are equally good" if len(set(losses.values())) == 1 else f"**{better} has the better model**"
         lines.append(
-            f"{verdict} when the time is over: validation bound {bounds[1]:.4f} (CSBP) against {bounds[0]:.4f} (CP)."
+            f"{verdict} when the time is over: validation loss {losses['CSBP']:.4f} (CSBP) against "
+            f"{losses['CP']:.4f} (CP)."
         )
     return lines
 
