@@ -91,9 +91,16 @@ class Network:
     pairs sit on a bridge in one more namespace.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        """Take the number of ranks; nothing is made before `with`."""
+    def __init__(self, num_ranks: int, resend_seconds: int = 1) -> None:
+        """Remember what to make; nothing is made before `with`.
+
+        Args:
+            num_ranks: hosts.
+            resend_seconds: for how long TCP at least waits for an answer before it sends a segment again. Nothing is
+                lost here but by accident; a busy peer answers late, and what is sent twice is counted twice.
+        """
         self._num_ranks = num_ranks
+        self._resend_seconds = resend_seconds
         self._prefix = f"{PREFIX}-{os.getpid()}"
         self._switch = f"{self._prefix}-switch"
 
@@ -154,14 +161,13 @@ class Network:
         """Make TCP fit for links that are slow and lose nothing, between hosts that are busy with other things.
 
         A link that was idle while ranks computed must not start slowly again; a loss-based congestion control never
-        holds back where nothing is lost; and a peer that has no processor for a while is not a loss: no segment may be
-        sent twice, since that would be counted.
+        holds back where nothing is lost; and a peer that has no processor for a while is not a loss.
         """
         settings = {"tcp_slow_start_after_idle": "0", "tcp_congestion_control": "reno", "tcp_early_retrans": "0"}
         for setting, value in settings.items():
             command = f"echo {value} > /proc/sys/net/ipv4/{setting}"
             _run(["ip", "netns", "exec", namespace, "sh", "-c", command])
-        route = ["route", "change", f"{SUBNET}.0/24", "dev", INTERFACE, "rto_min", "10s"]
+        route = ["route", "change", f"{SUBNET}.0/24", "dev", INTERFACE, "rto_min", f"{self._resend_seconds}s"]
         _run(["ip", "-n", namespace, *route])
 
     def _remove(self) -> None:

@@ -14,18 +14,20 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.links import ACROSS_NODES, H200_ATTENTION_FLOPS, NVLINK
-from benchmarks.stack import BP, CP, CSBP, CSBP_CONTIGUOUS, Variant
-from megatron_csbp.dry_run import attention_step, fake_group
-from megatron_csbp.flops import attention_work
-from megatron_csbp.memory_meter import AllocationMeter, SavedActivations
+from benchmarks.stack import BP, CP, CP_AT_ONCE, CSBP, CSBP_AT_ONCE, CSBP_CONTIGUOUS, Variant
 from megatron_csbp.plan_report import MODELS, PlanRow, plan_rows
+from megatron_csbp.reporting.dry_run import attention_step, fake_group
+from megatron_csbp.reporting.flops import attention_work
+from megatron_csbp.reporting.memory_meter import AllocationMeter, SavedActivations
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention, allowed_pairs
+from megatron_csbp.transformer.head_groups import default_head_groups
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
-from megatron_csbp.transformer.layout import SequenceLayout
+from megatron_csbp.transformer.layout import SequenceLayout, Stream
 
 MODEL = "nemotron-14b"
 BLOCK_SIZE = 32
+BF16_BYTES = 2
 MEMORY_GROUP_SIZE = 8
 WORK_GROUP_SIZE = 4
 SQUARE_LENGTH = 32_768
@@ -47,16 +49,19 @@ def layout_of(variant: Variant, sequence_length: int, group_size: int, rank: int
 def measure_memory(lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Return what one attention layer of the last rank saves and allocates, in bf16, for each length and scheme.
 
+    Heads are exchanged in as many groups as training chooses for such sizes, and once more all at once.
+
     Raises:
-        RuntimeError: a tensor has L x L elements.
+        RuntimeError: a tensor has L x L elements, or CSBP needs more than CP.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for length in lengths:
-        for variant in (CP, BP, CSBP):
+        for variant in (CP, BP, CSBP, CP_AT_ONCE, CSBP_AT_ONCE):
             layout = layout_of(variant, length, MEMORY_GROUP_SIZE, MEMORY_GROUP_SIZE - 1)
             plan = AttentionPlan(layout, CleanAttention.BLOCK_CAUSAL)
+            head_groups = 1 if variant in (CP_AT_ONCE, CSBP_AT_ONCE) else chosen_head_groups(plan)
             with fake_group(MEMORY_GROUP_SIZE, layout.rank) as group:
-                step = attention_step(plan, MODELS[MODEL], group)
+                step = attention_step(plan, MODELS[MODEL], group, num_head_groups=head_groups)
                 with SavedActivations() as saved, AllocationMeter() as meter:
                     step()
             if length >= SQUARE_LENGTH and meter.largest_elements >= length**2:
@@ -65,12 +70,26 @@ def measure_memory(lengths: Sequence[int]) -> list[dict[str, Any]]:
                 {
                     "sequence_length": length,
                     "variant": variant.name,
+                    "head_groups": head_groups,
                     "saved_bytes": saved.total_bytes,
                     "peak_bytes": meter.peak_bytes,
                     "largest_elements": meter.largest_elements,
                 }
             )
+        cp, _, csbp, *_ = rows[-5:]
+        if csbp["saved_bytes"] > cp["saved_bytes"] or csbp["peak_bytes"] > cp["peak_bytes"]:
+            raise RuntimeError(f"CSBP needs more memory than CP: {csbp}, {cp}")
     return rows
+
+
+def chosen_head_groups(plan: AttentionPlan) -> int:
+    """Return how many head groups training would choose for the model, without recomputation."""
+    shape, layout = MODELS[MODEL], plan.layout
+    if Stream.CLEAN not in plan.exchanged_streams:
+        return 1
+    remote = plan.remote_bytes(Stream.CLEAN, shape.num_key_value_heads, shape.head_dim, BF16_BYTES)
+    clean_bytes = remote * layout.group_size // (layout.group_size - 1)
+    return default_head_groups(shape.num_key_value_heads, clean_bytes, recomputes=False)
 
 
 @dataclass

@@ -62,7 +62,7 @@ class Sweep:
     @staticmethod
     def repeats(length: int) -> int:
         """Return how many steps of each variant are timed: short ones are noisier and cheaper."""
-        return 9 if length <= 2048 else 3
+        return 5 if length <= 2048 else 3
 
 
 ABLATIONS = (CP, CP_AT_ONCE, CSBP, CSBP_AT_ONCE, CSBP_CONTIGUOUS)
@@ -137,7 +137,7 @@ def attention(quick: bool) -> dict[str, Any]:
 
 def memory(quick: bool) -> dict[str, Any]:
     """Count what one layer saves and allocates."""
-    lengths = (4096, 32_768) if quick else (4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144)
+    lengths = (4096, 16_384, 32_768) if quick else (4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144)
     return {
         "rows": on_paper.measure_memory(lengths),
         "model": on_paper.MODEL,

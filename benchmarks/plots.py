@@ -101,11 +101,17 @@ def _step_split(result: dict[str, Any]) -> Any:
         axis.bar(names, [r["exposed_seconds"] for r in bars], bottom=compute, color="tab:red", label="exposed comm.")
         hidden = [row["hidden_seconds"] for row in bars]
         axis.bar(names, hidden, color="none", edgecolor="black", hatch="///", label="hidden comm.")
-        axis.set_ylim(0, 1.1 * max(row["step_seconds"] for row in bars))
+        axis.set_ylim(0, 1.05 * max(row["step_seconds"] for row in bars))
         axis.set_title(f"{sweep}, P = {ranks}, L = {longest}", fontsize=9)
-        axis.tick_params(axis="x", labelsize=8)
+        axis.tick_params(axis="x", labelsize=8 if len(bars) < 5 else 6)
     axes[0][0].set_ylabel("seconds per step")
-    axes[0][0].legend(fontsize=7)
+    axes[0][0].text(
+        0,
+        -0.32,
+        "gray: computation, red: exposed communication, hatched: hidden behind computation",
+        transform=axes[0][0].transAxes,
+        fontsize=8,
+    )
     return figure
 
 

@@ -33,12 +33,16 @@ def memory(result: dict[str, Any]) -> list[str]:
     ]
     against_cp, against_bp = pairs[: len(lengths)], pairs[len(lengths) :]
     never_above = all(ours[field] <= cp[field] for ours, cp in against_cp for field in ("saved_bytes", "peak_bytes"))
+    grouped, at_once = (
+        select(rows, sequence_length=lengths[-1], variant=f"CSBP{how}")[0] for how in ("", ", heads at once")
+    )
     growth = [bp["saved_bytes"] / ours["saved_bytes"] for ours, bp in against_bp]
     peaks = [ours["peak_bytes"] / cp["peak_bytes"] for ours, cp in against_cp]
     return [
         f"One attention layer with the heads of {result['model']}, one of {result['group_size']} ranks, bf16, "
         "counted on tensors without data: what autograd saves, and the most that is alive at once in forward and "
-        "backward (inputs apart; what a kernel allocates inside is not seen). GiB.",
+        "backward (inputs apart; what a kernel allocates inside is not seen). Heads are exchanged in as many groups "
+        "as training chooses for such sizes. GiB.",
         "",
         *table(["L", "saved CP", "saved BP", "saved CSBP", "peak CP", "peak BP", "peak CSBP"], cells),
         "",
@@ -46,21 +50,26 @@ def memory(result: dict[str, Any]) -> list[str]:
         f"{span(peaks)} of CP's. Pure BP saves {span(growth)} times as much as CSBP, since every rank holds the "
         "whole clean copy. What is saved holds no gathered keys, and from L = 32K on the largest tensor has less "
         "than L x L elements (checked).",
+        f"At L = {thousands(lengths[-1])} CSBP's {grouped['head_groups']} head groups lower its peak from "
+        f"{gibibytes(at_once['peak_bytes'])} GiB, with all heads at once, to {gibibytes(grouped['peak_bytes'])}.",
     ]
 
 
 def work(result: dict[str, Any]) -> list[str]:
     """Pairs computed and balance."""
     rows = result["rows"]
+    blocks = sorted({row["blocks_per_chunk"] for row in rows})
+    kinds = list(dict.fromkeys((row["variant"], row["clean_attention"]) for row in rows))
     cells = [
         [
-            row["variant"],
-            row["clean_attention"],
-            str(row["blocks_per_chunk"]),
-            f"{row['executed_to_allowed']:.4f}",
-            f"{row['max_to_min']:.3f}",
+            f"{variant}, {clean}",
+            *(
+                f"{row['executed_to_allowed']:.2f} / {row['max_to_min']:.2f}"
+                for count in blocks
+                for row in select(rows, variant=variant, clean_attention=clean, blocks_per_chunk=count)
+            ),
         ]
-        for row in rows
+        for variant, clean in kinds
     ]
     ours = [row for row in rows if row["variant"] == "CSBP"]
     contiguous = [row for row in rows if row["variant"] == "CSBP, contiguous"]
@@ -68,9 +77,9 @@ def work(result: dict[str, Any]) -> list[str]:
     waste = max(row["executed_to_allowed"] for row in ours if row["blocks_per_chunk"] >= 4)
     return [
         f"Query-key pairs of the kernel calls that really happen on {result['group_size']} ranks, over the pairs "
-        "that the mask allows; and the busiest rank's pairs over the least busy one's.",
+        "that the mask allows; and the busiest rank's pairs over the least busy one's. By blocks in a chunk.",
         "",
-        *table(["", "clean attention", "blocks per chunk", "computed / allowed", "busiest / least busy"], cells),
+        *table(["computed over allowed / busiest over least busy", *map(str, blocks)], cells),
         "",
         f"CSBP computes at most {waste:.4f} times the allowed pairs with four or more blocks a chunk (target: 1.02). "
         f"Dual-end is balanced to {span([row['max_to_min'] for row in ours], '.3f')}, contiguous to "

@@ -21,6 +21,7 @@ from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger,
 TOLERANCE = 0.01
 SETTLE_SECONDS = 0.1
 """Until the last acknowledgement has been counted."""
+RESEND_SECONDS = 10
 ATTEMPTS = 8
 RAW_ELEMENTS = 1_000_000
 
@@ -34,7 +35,7 @@ def measure_wire(sequence_length: int, sizes: tuple[int, ...] = (2, 4)) -> list[
     """
     rows: list[dict[str, Any]] = []
     for size in sizes:
-        with Network(size) as network:
+        with Network(size, RESEND_SECONDS) as network:
             by_rank = run_on_ranks(_count_all, sequence_length, size, network)
         rows.extend(_summarise(size, list(counts)) for counts in zip(*by_rank, strict=True))
     return rows

@@ -7,10 +7,10 @@ Imports nothing of Megatron: the entries read some of these flags before Megatro
 import argparse
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from megatron_csbp.argument_rules import check_before_megatron
-from megatron_csbp.performance_arguments import add_performance_arguments
+from megatron_csbp.configuration.argument_rules import check_before_megatron
+from megatron_csbp.configuration.changes import Change
+from megatron_csbp.configuration.performance_arguments import add_performance_arguments
 from megatron_csbp.transformer.attention_plan import CleanAttention
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout, resolve_scheme
 
@@ -20,23 +20,6 @@ BACKENDS = ("auto", "transformer_engine", "torch", "flex")
 DEVICES = ("auto", "cpu", "cuda")
 
 type _Group = ArgumentParser | argparse._ArgumentGroup
-
-
-@dataclass(frozen=True)
-class Change:
-    """One Megatron argument that was changed, for the start summary.
-
-    Attributes:
-        name: attribute of the argument namespace.
-        before: the user's value.
-        after: the value in force.
-        reason: why.
-    """
-
-    name: str
-    before: object
-    after: object
-    reason: str
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -2,11 +2,16 @@
 """How a user's mistake is shown: one line a rank, not a traceback."""
 
 import contextlib
+import difflib
 import os
 import sys
 import traceback
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
+
+_UNKNOWN = "unrecognized arguments: "
 
 
 def check_launcher(argv: Sequence[str]) -> None:
@@ -23,6 +28,25 @@ def check_launcher(argv: Sequence[str]) -> None:
             "RANK is not set: the process was not started by torchrun. Start it, also for one rank, with "
             "torchrun --nproc-per-node 1 -m megatron_csbp.pretrain_gpt ..."
         )
+
+
+def say_errors_in_one_line(parser: ArgumentParser) -> None:
+    """Let a parser raise a ValueError for a flag it refuses, instead of printing all of Megatron's usage on each rank.
+
+    Args:
+        parser: changed in place. An unknown flag is shown with the known ones that are spelled like it.
+    """
+
+    def error(message: str) -> NoReturn:
+        if not message.startswith(_UNKNOWN):
+            raise ValueError(message)
+        unknown = [word for word in message.removeprefix(_UNKNOWN).split() if word.startswith("--")]
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        similar = [match for flag in unknown for match in difflib.get_close_matches(flag.split("=")[0], known, n=2)]
+        hint = f" (did you mean {' or '.join(similar)}?)" if similar else ""
+        raise ValueError(f"{message}{hint}; --help lists every flag.")
+
+    parser.error = error  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

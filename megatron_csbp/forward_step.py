@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megatron_csbp import megatron_compat
 from megatron_csbp.arguments import sequence_layout
-from megatron_csbp.instruments import Instruments
 from megatron_csbp.loss.objectives.interface import LossSums, Objective
 from megatron_csbp.loss.row_losses import LossRowSelection, RowLosses, select_loss_rows
-from megatron_csbp.model_flops import ModelFlops
+from megatron_csbp.reporting.instruments import Instruments
+from megatron_csbp.reporting.model_flops import ModelFlops
 from megatron_csbp.transformer.layout import SequenceLayout
 
 _INTEGER_KEYS = ("tokens", "position_ids", "labels", "num_tokens", "num_supervised")

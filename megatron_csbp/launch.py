@@ -109,7 +109,7 @@ def _pretrain(stock: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         from megatron_csbp import arguments, training_setup
-        from megatron_csbp.instruments import closing
+        from megatron_csbp.reporting.instruments import closing
 
         args = get_args()
         if not arguments.is_block_diffusion(args):

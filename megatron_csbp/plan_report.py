@@ -12,8 +12,9 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from megatron_csbp.flops import ModelShape, assignment_speedup, attention_work
+from megatron_csbp.reporting.flops import ModelShape, assignment_speedup, attention_work
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout
 
@@ -207,6 +208,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if min(options.bp_size) < 2:
         parser.error(f"--bp-size {min(options.bp_size)} must be at least 2; one rank exchanges nothing.")
+    if options.json and not Path(options.json).resolve().parent.is_dir():
+        parser.error(f"--json {options.json} names a folder that does not exist; make it first.")
     try:
         rows = plan_rows(
             options.model,
@@ -227,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _compare_with_dry_run(rows: Sequence[PlanRow], block_size: int, clean_attention: CleanAttention) -> None:
     """Start the exchange of every row, and stop the program if one carries anything but the planned bytes."""
-    from megatron_csbp.dry_run import exchanged_by_layer  # only this needs PyTorch
+    from megatron_csbp.reporting.dry_run import exchanged_by_layer  # only this needs PyTorch
 
     for row in rows:
         shape = MODELS[row.model]

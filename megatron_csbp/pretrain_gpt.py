@@ -34,7 +34,7 @@ def main() -> None:
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
-    from megatron_csbp.instruments import closing
+    from megatron_csbp.reporting.instruments import closing
 
     set_startup_timestamps(program_start=_PROGRAM_START_TIME, main_entry=main_entry_time)
     pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)

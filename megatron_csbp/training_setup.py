@@ -14,24 +14,25 @@ from typing import Any
 from megatron.training.argument_utils import gpt_config_from_args
 
 from megatron_csbp import arguments, megatron_compat
-from megatron_csbp.argument_rules import check_vocabulary
-from megatron_csbp.arguments import Change
-from megatron_csbp.checkpoint_rules import check_resume, use_checkpoint_length
-from megatron_csbp.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
-from megatron_csbp.cpu_runtime import RuntimeInfo
-from megatron_csbp.data.datasets import build_train_valid_test_datasets
-from megatron_csbp.data.validation import validate_data_files
-from megatron_csbp.forward_step import BlockDiffusionForwardStep
-from megatron_csbp.instruments import instruments_from_args
-from megatron_csbp.loss.objectives import Objective, ObjectiveConfig, build_objective
-from megatron_csbp.model import BlockDiffusionModelConfig
-from megatron_csbp.performance_arguments import (
+from megatron_csbp.configuration.argument_rules import check_vocabulary
+from megatron_csbp.configuration.changes import Change
+from megatron_csbp.configuration.checkpoint_rules import check_resume, use_checkpoint_length
+from megatron_csbp.configuration.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
+from megatron_csbp.configuration.performance_arguments import (
     fill_head_groups,
     fill_loss_chunk_rows,
     why_last_layer_is_whole,
 )
-from megatron_csbp.runtime_arguments import adapt_to_runtime
-from megatron_csbp.start_summary import print_start_summary
+from megatron_csbp.configuration.runtime_arguments import adapt_to_runtime
+from megatron_csbp.cpu_runtime import RuntimeInfo
+from megatron_csbp.data.datasets import build_train_valid_test_datasets
+from megatron_csbp.data.validation import validate_data_files
+from megatron_csbp.errors import say_errors_in_one_line
+from megatron_csbp.forward_step import BlockDiffusionForwardStep
+from megatron_csbp.loss.objectives import Objective, ObjectiveConfig, build_objective
+from megatron_csbp.model import BlockDiffusionModelConfig
+from megatron_csbp.reporting.instruments import instruments_from_args
+from megatron_csbp.reporting.start_summary import print_start_summary
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.core_attention import GRAD_REDUCE_DTYPES, BlockDiffusionSettings
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme
@@ -50,8 +51,7 @@ def parse_and_validate_args(
         args_defaults: as for Megatron's function.
 
     Raises:
-        ValueError: a rule is broken, on every rank, before any collective.
-        SystemExit: from argparse, for flags it does not know.
+        ValueError: a rule is broken or a flag unknown, on every rank, before any collective.
     """
     yaml_path, sys.argv[1:] = take_yaml_flag(sys.argv[1:])
     given: set[str] = flags_given(sys.argv[1:])
@@ -61,6 +61,7 @@ def parse_and_validate_args(
         parser = extra_args_provider(parser) if extra_args_provider is not None else parser
         parser = arguments.add_arguments(parser)
         megatron_compat.make_help_printable(parser)
+        say_errors_in_one_line(parser)
         if yaml_path is not None:
             given.update(set_defaults_from_yaml(parser, yaml_path))
         return parser

@@ -114,6 +114,11 @@ def prepare(args: argparse.Namespace) -> None:
     """
     if args.workers < 1:
         raise ValueError(f"--workers {args.workers} must be at least 1.")
+    if args.output_prefix.endswith(os.sep):
+        raise ValueError(
+            f"--output-prefix {args.output_prefix} is a folder; the prefix is the beginning of the files' names, for "
+            f"example {args.output_prefix}train."
+        )
     tokenizer = load_tokenizer(args.tokenizer, args.eod_token)
     end = np.array([tokenizer.require_eod_id()] if args.append_eod else [], dtype=np.int32)
     files = find_files(args.input, args.glob)

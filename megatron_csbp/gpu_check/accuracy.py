@@ -23,6 +23,7 @@ class Accuracy:
         backend: name of the backend.
         scheme: how the sequence was spread.
         group_size: P.
+        head_groups: groups in which the heads were exchanged.
         clean_attention: mask of the clean copy.
         worst_part: the output or gradient with the largest ratio.
         ratio: its error in units of the error of a dense bf16 computation.
@@ -32,6 +33,7 @@ class Accuracy:
     backend: str
     scheme: str
     group_size: int
+    head_groups: int
     clean_attention: str
     worst_part: str
     ratio: float
@@ -50,16 +52,19 @@ def check_accuracy(kernel: AttentionKernel, settings: Settings) -> Iterator[Accu
         kernel: the backend.
         settings: sizes.
     """
-    groups = [(Scheme.SINGLE, 1), (Scheme.CONTEXT_PARALLEL, 2), (Scheme.BLOCK_PARALLEL, 2)]
-    groups += [(Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL, size) for size in settings.group_sizes]
+    cp, csbp, most = Scheme.CONTEXT_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL, settings.num_head_groups
+    groups = [(Scheme.SINGLE, 1, 1), (cp, 2, 1), (cp, 2, most), (Scheme.BLOCK_PARALLEL, 2, 1)]
+    groups += [(csbp, size, 1) for size in settings.group_sizes]
+    groups += [(csbp, settings.group_sizes[-1], most)]
     problem = random_problem(settings)
     for clean in CleanAttention:
         exact = dense_attention(problem.to(torch.float64), settings.block_size, clean)
         dense = dense_attention(problem, settings.block_size, clean).max_errors(exact)
-        for scheme, size in groups:
-            result = group_attention(problem, scheme, size, settings.block_size, clean, kernel)
+        for scheme, size, head_groups in groups:
+            result = group_attention(problem, scheme, size, settings.block_size, clean, kernel, head_groups)
             errors = result.max_errors(exact)
             ratios = {part: error / dense[part] for part, error in errors.items()}
             # A NaN compares with nothing: it has to be looked for first.
             worst = max(ratios, key=lambda part: (ratios[part] != ratios[part], ratios[part]))
-            yield Accuracy(kernel.name, str(scheme), size, str(clean), worst, round(ratios[worst], 3), errors[worst])
+            ratio, error = round(ratios[worst], 3), errors[worst]
+            yield Accuracy(kernel.name, str(scheme), size, head_groups, str(clean), worst, ratio, error)

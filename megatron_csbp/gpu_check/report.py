@@ -56,7 +56,17 @@ class Report:
         lines += [f"  {name}: skipped ({reason})" for name, reason in self.skipped.items()]
         if self.accuracy:
             lines += ["", f"Error in units of that of a dense bf16 computation (at most {ALLOWED_RATIO:g})"]
-            head = ("backend", "scheme", "P", "clean attention", "worst part", "ratio", "max error", "")
+            head: tuple[str, ...] = (
+                "backend",
+                "scheme",
+                "P",
+                "head groups",
+                "clean attention",
+                "worst part",
+                "ratio",
+                "max error",
+                "",
+            )
             lines += _table(head, [_accuracy_row(accuracy) for accuracy in self.accuracy])
         if self.timings:
             lines += ["", "Times of attention, one layer, without a network"]
@@ -74,6 +84,7 @@ def _accuracy_row(result: Accuracy) -> list[object]:
         result.backend,
         result.scheme,
         result.group_size,
+        result.head_groups,
         result.clean_attention,
         result.worst_part,
         f"{result.ratio:.2f}",

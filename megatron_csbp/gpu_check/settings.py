@@ -18,6 +18,7 @@ class Settings:
         block_size: M, tokens in a diffusion block.
         accuracy_length: L of the comparisons with fp64.
         accuracy_heads: heads of the comparisons.
+        num_head_groups: groups of heads in the comparisons that exchange them in turn.
         group_sizes: sizes P of the context groups that are simulated.
         timing_lengths: L of the timings.
         timing_heads: heads of the timings.
@@ -30,6 +31,7 @@ class Settings:
     block_size: int
     accuracy_length: int
     accuracy_heads: HeadShape
+    num_head_groups: int
     group_sizes: tuple[int, ...]
     timing_lengths: tuple[int, ...]
     timing_heads: HeadShape
@@ -50,6 +52,7 @@ def full_form(device: torch.device, lengths: tuple[int, ...] | None) -> Settings
         block_size=32,
         accuracy_length=2048,
         accuracy_heads=HeadShape(8, 2, 128),
+        num_head_groups=2,
         group_sizes=(2, 4, 8),
         timing_lengths=lengths or (16384, 32768, 65536, 131072),
         timing_heads=HeadShape(32, 8, 128),
@@ -70,6 +73,7 @@ def reduced_form(lengths: tuple[int, ...] | None) -> Settings:
         block_size=8,
         accuracy_length=128,
         accuracy_heads=HeadShape(4, 2, 32),
+        num_head_groups=2,
         group_sizes=(2, 4),
         timing_lengths=lengths or (256,),
         timing_heads=HeadShape(4, 2, 32),

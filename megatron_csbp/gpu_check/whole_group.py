@@ -5,6 +5,7 @@ Shapes: W = 2L whole rows, the corrupted copy first and then the clean copy, bot
 R rows of a gather buffer; C chunk length; B micro-batch, N query heads, K key/value heads, D head dim.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -18,6 +19,7 @@ from megatron_csbp.transformer.communication import PendingWork
 from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.kernels import AttentionKernel
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
+from megatron_csbp.transformer.streams import Waitable, side_stream
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,13 @@ def random_problem(settings: Settings) -> Problem:
 
 
 def group_attention(
-    problem: Problem, scheme: Scheme, group_size: int, block_size: int, clean: CleanAttention, kernel: AttentionKernel
+    problem: Problem,
+    scheme: Scheme,
+    group_size: int,
+    block_size: int,
+    clean: CleanAttention,
+    kernel: AttentionKernel,
+    num_head_groups: int = 1,
 ) -> Result:
     """Run forward and backward of every rank in turn, and put the results together as training does.
 
@@ -74,6 +82,7 @@ def group_attention(
         block_size: M.
         clean: mask of the clean copy.
         kernel: computes the tiles.
+        num_head_groups: groups of heads that are exchanged and computed one after the other.
     """
     total = Result(*(torch.zeros_like(t, dtype=torch.float32) for t in (problem.query, *_inputs(problem))))
     exchange = _OneProcess(problem, total)
@@ -91,7 +100,7 @@ def group_attention(
         counted_S = torch.from_numpy(layout.is_counted).to(problem.query.device)
         inputs = [tensor[rows_S].requires_grad_() for tensor in _inputs(problem)]
         scale = problem.query.shape[-1] ** -0.5
-        context = AttentionContext(plan, kernel, scale, exchange if plan.exchanged_streams else None)
+        context = AttentionContext(plan, kernel, scale, exchange if plan.exchanged_streams else None, num_head_groups)
         out_SBND = block_diffusion_attention(inputs[0], inputs[1], inputs[2], context)
         grad_out_SBND = problem.grad_out[rows_S] * counted_S[:, None, None, None]
         grads = torch.autograd.grad(out_SBND, inputs, grad_out_SBND)
@@ -106,30 +115,55 @@ def _inputs(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _OneProcess:
-    """Stands for the network: gathers from the whole sequence, and sums scattered gradients into the result."""
+    """Stands for the network: gathers from the whole sequence, and sums scattered gradients into the result.
+
+    Both run where collectives do, on the side stream, so that a missing wait shows.
+    """
 
     def __init__(self, problem: Problem, total: Result) -> None:
         self._sources = (problem.key, problem.value)
         self._sums = (total.grad_key, total.grad_value)
+        self._heads_done: Counter[tuple[str, Stream]] = Counter()
 
     def start_gather(
         self, tensors_SBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream
     ) -> PendingWork[list[Tensor]]:
         """See `KeyValueExchange.start_gather`."""
         rows_R = _rows_of_buffer(layout, stream).to(tensors_SBKD[0].device)
-        buffers_RBKD = [whole_WBKD[rows_R] for whole_WBKD in self._sources]
-        return PendingWork([], lambda: buffers_RBKD)
+        buffers_RBKD = [tensor.new_empty(len(rows_R), *tensor.shape[1:]) for tensor in tensors_SBKD]
+        heads = self._next_heads("gather", stream, tensors_SBKD[0].shape[2])
+
+        def start() -> Sequence[Waitable]:
+            for whole_WBKD, buffer_RBKD in zip(self._sources, buffers_RBKD, strict=True):
+                torch.index_select(whole_WBKD[:, :, heads], 0, rows_R, out=buffer_RBKD)
+            return ()
+
+        works = side_stream(rows_R.device).launch(start, [rows_R, *buffers_RBKD])
+        return PendingWork(works, lambda: buffers_RBKD)
 
     def start_reduce_scatter(
         self, buffers_RBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream, payload_dtype: torch.dtype
     ) -> PendingWork[list[Tensor]]:
         """See `KeyValueExchange.start_reduce_scatter`; the shares stay in the sum, so a rank gets back nothing."""
         rows_R = _rows_of_buffer(layout, stream).to(buffers_RBKD[0].device)
-        for sum_WBKD, buffer_RBKD in zip(self._sums, buffers_RBKD, strict=True):
-            sum_WBKD.index_add_(0, rows_R, buffer_RBKD.to(payload_dtype).float())
+        payloads_RBKD = [buffer_RBKD.to(payload_dtype) for buffer_RBKD in buffers_RBKD]
+        heads = self._next_heads("scatter", stream, buffers_RBKD[0].shape[2])
+
+        def start() -> Sequence[Waitable]:
+            for sum_WBKD, payload_RBKD in zip(self._sums, payloads_RBKD, strict=True):
+                sum_WBKD[:, :, heads].index_add_(0, rows_R, payload_RBKD.float())
+            return ()
+
+        works = side_stream(rows_R.device).launch(start, [rows_R, *payloads_RBKD])
         shape = (2, layout.chunk_length, *buffers_RBKD[0].shape[1:])
         nothing = [buffer_RBKD.new_zeros(shape) for buffer_RBKD in buffers_RBKD]
-        return PendingWork([], lambda: nothing)
+        return PendingWork(works, lambda: nothing)
+
+    def _next_heads(self, step: str, stream: Stream, count: int) -> slice:
+        """Return the heads of the next exchange of a kind; a layer takes its groups in the order of their heads."""
+        first = self._heads_done[step, stream] % self._sources[0].shape[2]
+        self._heads_done[step, stream] += count
+        return slice(first, first + count)
 
 
 def _rows_of_buffer(layout: SequenceLayout, stream: Stream) -> Tensor:

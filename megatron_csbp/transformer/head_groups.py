@@ -7,8 +7,8 @@ Pure: no torch, no Megatron. Heads of different groups never meet, so groups cha
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Below this, starting a collective takes longer than it hides: tens of microseconds against 64 MiB at 400 GB/s.
-_LEAST_GROUP_BYTES = 64 * 2**20
+# Below this, starting a collective takes as long as it hides: tens of microseconds, and 32 MiB at 400 GB/s take 80.
+_LEAST_GROUP_BYTES = 32 * 2**20
 # The first group's gather is all that cannot hide behind a whole group: a quarter of it is little enough.
 _MOST_GROUPS = 4
 # Recomputation keeps what its forward pass gathered for the backward pass that follows: two groups, then.
@@ -43,17 +43,17 @@ def head_groups(num_query_heads: int, num_key_value_heads: int, num_groups: int)
     ]
 
 
-def default_head_groups(num_key_value_heads: int, gathered_bytes: int, *, recomputes: bool) -> int:
-    """Choose G from sizes: as many groups as leave enough to hide in each.
+def default_head_groups(num_key_value_heads: int, clean_bytes: int, *, recomputes: bool) -> int:
+    """Choose G from sizes: as many groups as leave enough to hide in each, and as many for CSBP as for CP.
 
     Args:
         num_key_value_heads: K on this tensor-parallel rank.
-        gathered_bytes: keys and values that one layer gathers, with all heads; 0 if nothing is exchanged.
+        clean_bytes: keys and values of the clean copy that one layer gathers, with all heads; 0 if it gathers none.
         recomputes: whether the attention runs again in the backward pass.
     """
     most = _MOST_GROUPS_RECOMPUTED if recomputes else _MOST_GROUPS
     return max(
         groups
         for groups in range(1, most + 1)
-        if groups == 1 or (num_key_value_heads % groups == 0 and gathered_bytes // groups >= _LEAST_GROUP_BYTES)
+        if groups == 1 or (num_key_value_heads % groups == 0 and clean_bytes // groups >= _LEAST_GROUP_BYTES)
     )

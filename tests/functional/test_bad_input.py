@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A user's mistake ends every rank at once, with one line that names it, before any collective.
 
-The rules themselves are tested one by one in `tests/unit_tests/test_argument_rules.py`.
+The rules themselves are tested one by one in `tests/unit_tests/configuration/test_argument_rules.py`.
 """
 
 from pathlib import Path

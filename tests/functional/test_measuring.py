@@ -6,10 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from megatron.core import dist_checkpointing
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.functional.model_flags import BLOCK_DIFFUSION, DEEP, iterations, words
 from tests.support.megatron_run import Finished, Ranks
@@ -34,11 +36,12 @@ TOPOLOGIES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """A run, the ledger of each of its ranks, and the operations that Megatron counted."""
+    """A run, the ledger of each of its ranks, the operations that Megatron counted, and TensorBoard's scalars."""
 
     run: Finished
     ledgers: list[list[dict[str, Any]]]
     operations: float
+    scalars: dict[str, dict[int, float]]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,7 @@ def measured(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable
         if name not in known:
             (world_size, flags), folder = TOPOLOGIES[name], tmp_path_factory.mktemp("measured")
             measuring = ["--csbp-ledger", str(folder / "ledger.jsonl"), "--csbp-timing", "--save", str(folder)]
+            measuring += ["--tensorboard-dir", str(folder / "tensorboard"), "--tensorboard-log-interval", "1"]
             length = iterations(ITERATIONS, evaluate=True)
             run = ranks.train([*MODEL, *words(flags), *length, *measuring], world_size).check()
             ledgers = [
@@ -57,10 +61,18 @@ def measured(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable
                 for rank in range(world_size)
             ]
             state = dist_checkpointing.load_common_state_dict(str(folder / f"iter_{ITERATIONS:07d}"))
-            known[name] = Measured(run, ledgers, state["num_floating_point_operations_so_far"])
+            operations = state["num_floating_point_operations_so_far"]
+            known[name] = Measured(run, ledgers, operations, _scalars(folder / "tensorboard"))
         return known[name]
 
     return train
+
+
+def _scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Return what TensorBoard would show: for each scalar its value at each iteration."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -123,3 +135,17 @@ def test_exposed_communication_and_clean_tokens_per_second_are_logged(
         assert 0.2 < float(rate) * milliseconds / 1000 / tokens < 5
     exposed = output.count("csbp-exposed-communication ..")
     assert exposed == (0 if name == "one rank" else ITERATIONS)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_tensorboard_shows_exposed_communication_and_the_logged_rates(
+    name: str, measured: Callable[[str], Measured]
+) -> None:
+    found = measured(name)
+    rates = re.findall(r"\[csbp\] iteration (\d) \| clean tokens per second: ([\d.]+)", found.run.output)
+    assert found.scalars["clean-tokens-per-second"] == {
+        int(iteration): pytest.approx(float(rate), abs=0.051) for iteration, rate in rates
+    }
+    exposed = found.scalars["csbp-exposed-communication-time"]
+    assert list(exposed) == list(range(1, ITERATIONS + 1))
+    assert all(seconds == 0 if name == "one rank" else 0 < seconds < 60 for seconds in exposed.values())

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_csbp.arguments import add_arguments
-from megatron_csbp.config_file import flags_given
+from megatron_csbp.configuration.config_file import flags_given
 
 VALID = "--seq-length 64 --position-embedding-type rope --diffusion-block-size 8 --mask-token-id 190"
 """A block-diffusion run on one rank, as far as the rules see it."""

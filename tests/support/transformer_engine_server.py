@@ -4,7 +4,8 @@
 import sys
 from pathlib import Path
 
-from megatron_csbp import cpu_runtime, runtime_arguments
+from megatron_csbp import cpu_runtime
+from megatron_csbp.configuration import runtime_arguments
 from tests.support import rank_server
 
 

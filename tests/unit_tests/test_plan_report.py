@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_csbp.dry_run import exchanged_by_layer
 from megatron_csbp.plan_report import EXCHANGES, MODELS, exchanged_bytes, main, plan_row, plan_rows, sequence_layout
+from megatron_csbp.reporting.dry_run import exchanged_by_layer
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.layout import Scheme
 
@@ -71,6 +71,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     [
         ("--seq-length 1000 --bp-size 8", "--seq-length 1000 must be a multiple of"),
         ("--bp-size 1", "--bp-size 1 must be at least 2"),
+        ("--json nowhere/rows.json", "--json nowhere/rows.json names a folder that does not exist"),
     ],
 )
 def test_the_command_refuses_what_cannot_be_planned(

@@ -176,3 +176,12 @@ def test_bad_tokenizers_and_outputs_are_refused_by_name(
         capsys, "--eod-token <x> is not in the vocabulary", *text, "--tokenizer", tokenizer, "--eod-token", "<x>", *out
     )
     refuses(capsys, "cannot be written", *text, "--tokenizer", tokenizer, *not_a_folder)
+    refuses(
+        capsys,
+        f"is a folder; the prefix is the beginning of the files' names, for example {tmp_path}/train.",
+        *text,
+        "--tokenizer",
+        tokenizer,
+        "--output-prefix",
+        f"{tmp_path}/",
+    )

@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 
 from megatron_csbp.gpu_check import __main__ as gpu_check
-from megatron_csbp.gpu_check import timing, training_step
+from megatron_csbp.gpu_check import timing, training_step, whole_group
 from megatron_csbp.gpu_check.settings import full_form, reduced_form
 from megatron_csbp.gpu_check.timing import time_backend, time_dense_flex
 from megatron_csbp.gpu_check.whole_group import allowed_mask, dense_attention, group_attention, random_problem
@@ -25,6 +26,7 @@ from megatron_csbp.transformer.kernels import AttentionKernel, flex
 from megatron_csbp.transformer.kernels.flex import FlexKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from megatron_csbp.transformer.layout import Scheme
+from megatron_csbp.transformer.streams import Waitable
 from tests.support import dense_oracle
 
 ROOT = Path(__file__).parents[3]
@@ -49,12 +51,14 @@ def test_the_whole_script_runs_on_a_cpu_with_its_table_last(tmp_path: Path) -> N
     assert run.stdout.splitlines()[-1].startswith("gpu_check: no error in")
     found = json.loads((tmp_path / "found").read_text())
     assert found["errors"] == []
-    assert {(row["scheme"], row["group_size"]) for row in found["accuracy"]} == {
-        ("one rank", 1),
-        ("CP", 2),
-        ("BP", 2),
-        ("CSBP", 2),
-        ("CSBP", 4),
+    assert {(row["scheme"], row["group_size"], row["head_groups"]) for row in found["accuracy"]} == {
+        ("one rank", 1, 1),
+        ("CP", 2, 1),
+        ("CP", 2, 2),
+        ("BP", 2, 1),
+        ("CSBP", 2, 1),
+        ("CSBP", 4, 1),
+        ("CSBP", 4, 2),
     }
     assert all(0 < row["ratio"] <= 2 for row in found["accuracy"])
     assert {row["what"] for row in found["timings"]} == {
@@ -101,7 +105,7 @@ def test_an_inaccurate_backend_is_an_error(
     printed = capsys.readouterr().out
     assert "WRONG" in printed
     assert "times as much as dense bf16; 2 is allowed" in printed
-    assert len(json.loads((tmp_path / "found").read_text())["errors"]) == 10
+    assert len(json.loads((tmp_path / "found").read_text())["errors"]) == 14
 
 
 def test_a_backend_that_fails_is_an_error_and_the_rest_goes_on(
@@ -152,15 +156,27 @@ def test_its_own_dense_attention_is_that_of_the_tests(clean: CleanAttention) -> 
         torch.testing.assert_close(got, getattr(theirs, name), atol=1e-12, rtol=1e-12)
 
 
+class LateNetwork:
+    """A side stream on which nothing happens before it is waited for."""
+
+    def launch(self, start: Callable[[], Sequence[Waitable]], tensors: Sequence[Tensor]) -> Sequence[Waitable]:
+        return (SimpleNamespace(wait=start),)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("head_groups", [1, 2])
 @pytest.mark.parametrize(
     "scheme", [Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL]
 )
-def test_a_group_in_one_process_is_the_whole_sequence(scheme: Scheme) -> None:
+def test_a_group_in_one_process_is_the_whole_sequence(
+    scheme: Scheme, head_groups: int, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_late:
+        monkeypatch.setattr(whole_group, "side_stream", lambda device: LateNetwork())
     problem = random_problem(SETTINGS).to(torch.float64)
     clean = CleanAttention.TOKEN_CAUSAL
-    errors = group_attention(problem, scheme, 4, 8, clean, TorchCpuKernel()).max_errors(
-        dense_attention(problem, 8, clean)
-    )
+    result = group_attention(problem, scheme, 4, 8, clean, TorchCpuKernel(), head_groups)
+    errors = result.max_errors(dense_attention(problem, 8, clean))
     assert {part: error for part, error in errors.items() if not error <= 2e-6} == {}  # it adds up in fp32
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_csbp.dry_run import attention_step, fake_group
-from megatron_csbp.flops import ModelShape
+from megatron_csbp.reporting.dry_run import attention_step, fake_group
+from megatron_csbp.reporting.flops import ModelShape
 from megatron_csbp.transformer import annotations
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_csbp.dry_run import attention_step, fake_group
-from megatron_csbp.flops import ModelShape
-from megatron_csbp.memory_meter import AllocationMeter, SavedActivations
+from megatron_csbp.reporting.dry_run import attention_step, fake_group
+from megatron_csbp.reporting.flops import ModelShape
+from megatron_csbp.reporting.memory_meter import AllocationMeter, SavedActivations
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention

@@ -24,12 +24,12 @@ def test_every_head_is_in_one_group_with_the_heads_it_attends_to(
 
 
 @pytest.mark.parametrize(
-    "num_key_value_heads, gathered_mib, recomputes, expected",
+    "num_key_value_heads, clean_mib, recomputes, expected",
     [
         (8, 1024, False, 4),
         (8, 1024, True, 2),  # what recomputation keeps for backward stays two groups
-        (8, 255, False, 3 - 1),  # 3 does not divide 8
-        (8, 127, False, 1),
+        (8, 127, False, 3 - 1),  # 3 does not divide 8
+        (8, 63, False, 1),
         (6, 1024, False, 3),
         (7, 1024, False, 1),
         (1, 2**20, False, 1),
@@ -37,6 +37,6 @@ def test_every_head_is_in_one_group_with_the_heads_it_attends_to(
     ],
 )
 def test_the_default_leaves_each_group_enough_to_hide(
-    num_key_value_heads: int, gathered_mib: int, recomputes: bool, expected: int
+    num_key_value_heads: int, clean_mib: int, recomputes: bool, expected: int
 ) -> None:
-    assert default_head_groups(num_key_value_heads, gathered_mib * MIB, recomputes=recomputes) == expected
+    assert default_head_groups(num_key_value_heads, clean_mib * MIB, recomputes=recomputes) == expected

@@ -2,11 +2,12 @@
 """Every rule refuses what breaks it, by flag, value, rule and a value that works, and lets pass what does not."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from megatron_csbp.argument_rules import check_before_megatron, check_vocabulary
-from megatron_csbp.unsupported_features import UNSUPPORTED
+from megatron_csbp.configuration.argument_rules import check_before_megatron, check_vocabulary
+from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 from tests.support.megatron_arguments import VALID, parse
 
 
@@ -87,6 +88,16 @@ REFUSED = {
         "--csbp-ledger nowhere/bytes.jsonl names a folder that does not exist",
         "make nowhere",
         "--csbp-ledger bytes.jsonl",
+    ),
+    "a ledger that is a folder": (
+        "--csbp-ledger .",
+        "--csbp-ledger . is a folder",
+        "for example --csbp-ledger bytes.jsonl",
+    ),
+    "a tokenizer that is a file": (
+        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {__file__}",
+        f"--tokenizer-model {__file__} is a file",
+        f"use --tokenizer-model {Path(__file__).parent}.",
     ),
     "head groups that do not divide the key/value heads": (
         "--group-query-attention --num-attention-heads 16 --num-query-groups 8 --csbp-head-groups 3",

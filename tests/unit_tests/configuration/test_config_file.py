@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_csbp.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
+from megatron_csbp.configuration.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
 from tests.support.megatron_arguments import parser
 
 

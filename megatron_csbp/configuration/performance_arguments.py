@@ -30,7 +30,8 @@ def add_performance_arguments(group: ArgumentParser | argparse._ArgumentGroup) -
         help="Exchange and compute key/value heads in G groups, with their query heads: while one group attends, the "
         "next is gathered and the gradients of the one before are reduce-scattered, so that the gathered keys of at "
         "most two groups are alive (recomputation keeps all groups of the one layer at work). Must divide the "
-        "key/value heads of a tensor-parallel rank. Default: from sizes, at most 4, with at least 64 MiB in a group; "
+        "key/value heads of a tensor-parallel rank. Default: from sizes, at most 4, with at least 32 MiB of the clean "
+        "copy in a group; "
         "the start summary says how many.",
     )
     group.add_argument(
@@ -82,10 +83,10 @@ def fill_head_groups(args: Namespace, plan: AttentionPlan) -> None:
         plan: any rank's plan.
     """
     if args.csbp_head_groups is None:
-        remote = sum(unit_bytes(args, plan, stream) for stream in plan.exchanged_streams)
-        gathered_bytes = remote * plan.layout.group_size // max(1, plan.layout.group_size - 1)
+        remote = unit_bytes(args, plan, Stream.CLEAN) if Stream.CLEAN in plan.exchanged_streams else 0
+        clean_bytes = remote * plan.layout.group_size // max(1, plan.layout.group_size - 1)
         args.csbp_head_groups = default_head_groups(
-            local_key_value_heads(args), gathered_bytes, recomputes=recomputes_attention(args)
+            local_key_value_heads(args), clean_bytes, recomputes=recomputes_attention(args)
         )
 
 

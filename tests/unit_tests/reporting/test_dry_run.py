@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_csbp.dry_run import CollectiveBytes, attention_step, fake_group
-from megatron_csbp.flops import ModelShape
+from megatron_csbp.reporting.dry_run import CollectiveBytes, attention_step, fake_group
+from megatron_csbp.reporting.flops import ModelShape
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention, allowed_pairs
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout

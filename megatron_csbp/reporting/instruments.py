@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_csbp import megatron_compat, megatron_reporting
-from megatron_csbp.timing_report import TimingReport
-from megatron_csbp.traffic_report import TrafficReport
+from megatron_csbp.reporting.timing_report import TimingReport
+from megatron_csbp.reporting.traffic_report import TrafficReport
 from megatron_csbp.transformer.core_attention import CSBPCoreAttention
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_csbp.performance_arguments import unit_bytes
+from megatron_csbp.configuration.performance_arguments import unit_bytes
 from megatron_csbp.transformer.attention_plan import AttentionPlan
 from megatron_csbp.transformer.traffic_ledger import (
     Collective,

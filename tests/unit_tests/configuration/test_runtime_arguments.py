@@ -3,8 +3,8 @@
 
 import pytest
 
+from megatron_csbp.configuration.runtime_arguments import adapt_to_runtime
 from megatron_csbp.cpu_runtime import RuntimeInfo
-from megatron_csbp.runtime_arguments import adapt_to_runtime
 from tests.support.megatron_arguments import parse
 
 CPU = RuntimeInfo("cpu", "a test", threads=1)

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from megatron_csbp import megatron_compat
-from megatron_csbp.arguments import Change, is_block_diffusion, sequence_layout
-from megatron_csbp.checkpoint_rules import latest_iteration
+from megatron_csbp.arguments import is_block_diffusion, sequence_layout
+from megatron_csbp.configuration.changes import Change
+from megatron_csbp.configuration.checkpoint_rules import latest_iteration
+from megatron_csbp.configuration.performance_arguments import local_key_value_heads, unit_bytes
 from megatron_csbp.cpu_runtime import RuntimeInfo
-from megatron_csbp.model_flops import ModelFlops
-from megatron_csbp.performance_arguments import local_key_value_heads, unit_bytes
+from megatron_csbp.reporting.model_flops import ModelFlops
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.kernels import AttentionKernel, HeadShape, checked_kernel
 from megatron_csbp.transformer.layout import Stream

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_csbp import megatron_compat
-from megatron_csbp.checkpoint_rules import check_resume, latest_iteration, use_checkpoint_length
+from megatron_csbp.configuration.checkpoint_rules import check_resume, latest_iteration, use_checkpoint_length
 
 SAVED = {
     "diffusion_block_size": 8,

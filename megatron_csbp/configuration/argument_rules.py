@@ -8,10 +8,10 @@ that works.
 from argparse import Namespace
 from pathlib import Path
 
-from megatron_csbp.model_rules import check_heads, check_world_size
-from megatron_csbp.performance_arguments import check_head_groups, check_loss_chunk_rows
+from megatron_csbp.configuration.model_rules import check_heads, check_world_size
+from megatron_csbp.configuration.performance_arguments import check_head_groups, check_loss_chunk_rows
+from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 from megatron_csbp.transformer.layout import length_error, required_multiple, resolve_scheme
-from megatron_csbp.unsupported_features import UNSUPPORTED
 
 _OWN_FLAGS = (
     "--mask-token-id",
@@ -62,6 +62,7 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
         check_head_groups,
         check_loss_chunk_rows,
         check_ledger,
+        check_tokenizer_folder,
     ):
         rule(args)
     check_dropout(args, given)
@@ -244,10 +245,24 @@ def check_ledger(args: Namespace) -> None:
     if args.csbp_ledger is None:
         return
     path = Path(args.csbp_ledger)
+    if path.is_dir():
+        raise ValueError(
+            f"--csbp-ledger {path} is a folder; name a file in it, for example --csbp-ledger {path / 'bytes.jsonl'}."
+        )
     if not path.parent.is_dir():
         raise ValueError(
             f"--csbp-ledger {path} names a folder that does not exist; make {path.parent}, or write into the working "
             f"directory with --csbp-ledger {path.name}."
+        )
+
+
+def check_tokenizer_folder(args: Namespace) -> None:
+    """A Hugging Face tokenizer is named by its folder, not by the file in it."""
+    path = Path(args.tokenizer_model or "")
+    if args.tokenizer_type == "HuggingFaceTokenizer" and path.is_file():
+        raise ValueError(
+            f"--tokenizer-model {path} is a file, and a HuggingFaceTokenizer is loaded from a folder with "
+            f"tokenizer.json and tokenizer_config.json; use --tokenizer-model {path.parent}."
         )
 
 

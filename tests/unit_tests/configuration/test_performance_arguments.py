@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megatron_csbp.performance_arguments import (
+from megatron_csbp.configuration.performance_arguments import (
     default_chunk_rows,
     fill_head_groups,
     fill_loss_chunk_rows,
@@ -34,8 +34,9 @@ def plan_of(length: int, scheme: Scheme = CSBP) -> AttentionPlan:
         ("--recompute-granularity selective", 2**18, CSBP, 2),
         ("--recompute-granularity selective --recompute-modules mlp", 2**18, CSBP, 4),
         ("--tensor-model-parallel-size 8", 2**18, CSBP, 1),
-        ("", 2**15, CSBP, 2),  # 128 MiB
-        ("", 2**15, CP, 4),  # the corrupted copy doubles it
+        ("", 2**15, CSBP, 4),  # 128 MiB
+        ("", 2**14, CSBP, 2),
+        ("", 2**14, CP, 2),  # the baseline sends twice as much, in as many groups
         ("", 2**13, CSBP, 1),
         ("", 2**18, BP, 1),
         ("--csbp-head-groups 8", 2**13, CSBP, 8),

@@ -3,7 +3,7 @@
 
 from argparse import Namespace
 
-from megatron_csbp.arguments import Change
+from megatron_csbp.configuration.changes import Change
 from megatron_csbp.cpu_runtime import RuntimeInfo
 
 _CPU_VALUES: tuple[tuple[str, object, str], ...] = (

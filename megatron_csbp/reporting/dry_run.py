@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_csbp.flops import ModelShape
+from megatron_csbp.reporting.flops import ModelShape
 from megatron_csbp.transformer.attention_plan import AttentionPlan
 from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
@@ -75,6 +75,7 @@ def attention_step(
     device: str = "meta",
     dtype: torch.dtype = torch.bfloat16,
     kernel: AttentionKernel | None = None,
+    num_head_groups: int = 1,
 ) -> Callable[[], None]:
     """Return a function that runs forward and backward of one attention layer on tensors of the plan's rows.
 
@@ -85,10 +86,11 @@ def attention_step(
         device: where the tensors live.
         dtype: of the tensors.
         kernel: computes one tile; PyTorch's CPU flash attention by default.
+        num_head_groups: groups of heads that are exchanged and computed one after the other.
     """
     layout = plan.layout
     exchange = ContextGroupExchange(group) if plan.exchanged_streams else None
-    context = AttentionContext(plan, kernel or TorchCpuKernel(), shape.head_dim**-0.5, exchange)
+    context = AttentionContext(plan, kernel or TorchCpuKernel(), shape.head_dim**-0.5, exchange, num_head_groups)
     heads = (shape.num_query_heads, shape.num_key_value_heads, shape.num_key_value_heads)
     query_SBND, key_SBKD, value_SBKD = (
         torch.zeros(layout.num_rows, 1, n, shape.head_dim, device=device, dtype=dtype, requires_grad=True)
