@@ -2,7 +2,8 @@
 """Lets Megatron's distributed optimizer resume from a checkpoint when it runs on PyTorch's Adam.
 
 Without Transformer Engine and Apex (the CPU runtime hides both) Megatron 0.19 uses PyTorch's Adam, which has no state
-before its first step and counts its steps in a tensor of each parameter's state. Loading a checkpoint then fails:
+before its first step and counts its steps in a tensor of each parameter's state. Loading a checkpoint then fails, on
+CUDA too, so block-diffusion runs get the correction on any device; on CUDA, plain Megatron runs are left alone:
 
 - Megatron asks the optimizer how many steps it has taken before there is any state, and stops at an assertion.
 - It copies each parameter's step count from the loaded tensors. Those either have none, and it stops at a missing
@@ -13,6 +14,7 @@ before its first step and counts its steps in a tensor of each parameter's state
 """
 
 import functools
+import importlib
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -46,6 +48,11 @@ class _Importer(MetaPathFinder):
 
             spec.loader.exec_module = run_and_correct  # type: ignore[method-assign]
         return spec
+
+
+def correct_distributed_optimizer_now() -> None:
+    """Corrects Megatron's distributed optimizer, unless that has been done."""
+    correct_distributed_optimizer(importlib.import_module(_MODULE))
 
 
 def correct_distributed_optimizer(module: Any) -> None:

@@ -33,6 +33,7 @@ from megatron_csbp.loss.objectives import Objective, ObjectiveConfig, build_obje
 from megatron_csbp.model import BlockDiffusionModelConfig
 from megatron_csbp.reporting.instruments import instruments_from_args
 from megatron_csbp.reporting.start_summary import print_start_summary
+from megatron_csbp.torch_adam import correct_distributed_optimizer_now
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.core_attention import GRAD_REDUCE_DTYPES, BlockDiffusionSettings
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme
@@ -83,6 +84,7 @@ def parse_and_validate_args(
         fill_loss_chunk_rows(args)
         args.csbp_whole_last_layer = why_last_layer_is_whole(args, objective_from_args(args).loss_on_clean_rows)
         validate_data_files(args)
+        correct_distributed_optimizer_now()
     check_resume(args)
     print_start_summary(args, runtime, changes)
     return args

@@ -8,7 +8,7 @@ that works.
 from argparse import Namespace
 from pathlib import Path
 
-from megatron_csbp.configuration.model_rules import check_heads, check_world_size
+from megatron_csbp.configuration.model_rules import check_heads, check_recompute_modules, check_world_size
 from megatron_csbp.configuration.performance_arguments import check_head_groups, check_loss_chunk_rows
 from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 from megatron_csbp.transformer.layout import length_error, required_multiple, resolve_scheme
@@ -49,6 +49,7 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
         check_scheme,
         check_world_size,
         check_heads,
+        check_recompute_modules,
         check_length,
         check_sequence_parallel_rows,
         check_mask_token,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules on ranks and heads that Megatron checks late or by a bare assertion. Imports nothing of Megatron."""
+"""Rules on ranks, heads and modules that Megatron checks late, badly or not at all. Imports nothing of Megatron."""
 
+import importlib.util
 from argparse import Namespace
 
 
@@ -43,4 +44,16 @@ def check_heads(args: Namespace) -> None:
         raise ValueError(
             f"--tensor-model-parallel-size {tensor_size} cannot divide --num-attention-heads {heads} with {groups} "
             f"key/value heads (--num-query-groups); {works} work."
+        )
+
+
+def check_recompute_modules(args: Namespace) -> None:
+    """Megatron 0.19 recomputes some modules with the help of Transformer Engine, whatever `--transformer-impl` is."""
+    needing = sorted({"layernorm", "moe_act"} & set(args.recompute_modules or ()))
+    if args.recompute_granularity != "selective" or not needing:
+        return
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError(
+            f"--recompute-modules {' '.join(needing)} needs Transformer Engine, which is not installed (a CPU run "
+            "hides it); use --recompute-modules core_attn mlp, or --recompute-granularity full."
         )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every rule refuses what breaks it, by flag, value, rule and a value that works, and lets pass what does not."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -386,3 +387,15 @@ def test_accepts_a_mask_id_in_the_padding_of_the_vocabulary() -> None:
     args, _ = parse(f"{VALID} --mask-token-id 191")
     args.padded_vocab_size = 192
     check_vocabulary(args)
+
+
+@pytest.mark.parametrize("module", ["layernorm", "moe_act"])
+def test_modules_that_megatron_recomputes_by_transformer_engine_are_refused_without_it(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = f"--recompute-granularity selective --recompute-modules core_attn {module}"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert refusal(flags).startswith(f"--recompute-modules {module} needs Transformer Engine, which is not installed")
+    check(f"{VALID} --recompute-granularity selective --recompute-modules core_attn mlp")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    check(f"{VALID} {flags}")
