@@ -146,6 +146,7 @@ def test_tensorboard_shows_exposed_communication_and_the_logged_rates(
     assert found.scalars["clean-tokens-per-second"] == {
         int(iteration): pytest.approx(float(rate), abs=0.051) for iteration, rate in rates
     }
-    exposed = found.scalars["csbp-exposed-communication-time"]
-    assert list(exposed) == list(range(1, ITERATIONS + 1))
-    assert all(seconds == 0 if name == "one rank" else 0 < seconds < 60 for seconds in exposed.values())
+    exposed = found.scalars.get("csbp-exposed-communication-time", {})
+    # Megatron leaves out timers that are 0 on all ranks.
+    assert list(exposed) == ([] if name == "one rank" else list(range(1, ITERATIONS + 1)))
+    assert all(0 < seconds < 60 for seconds in exposed.values())
