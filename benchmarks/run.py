@@ -20,6 +20,7 @@ import psutil
 
 from benchmarks.network import why_unavailable
 from benchmarks.parts import PARTS
+from benchmarks.readme import update_readme
 from benchmarks.report import write_report
 
 HERE = Path(__file__).parent
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         results |= {"machine": machine(), "versions": versions(), "quick": options.quick}
         (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     write_report(results, folder)
+    if folder == HERE:
+        update_readme(results)
     print(f"wrote {folder / 'RESULTS.md'}", flush=True)
     return int(failed)
 

@@ -14,6 +14,7 @@ from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples/README.md"]
+PAGES += [ROOT / "benchmarks/RESULTS.md"]
 PAGES += sorted(set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs/adr/template.md"})
 README, TROUBLESHOOTING = ROOT / "README.md", ROOT / "docs" / "troubleshooting.md"
 

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """RESULTS.md says what the results say, whatever that is."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.parts import PARTS
+from benchmarks.readme import BEGIN, END, README, update_readme
 from benchmarks.report import write_report
+from benchmarks.run import HERE
 
 ABOUT = {"date": "2026-01-01 00:00 UTC", "command": "python -m benchmarks.run", "load_average": 0.1, "seconds": 1.0}
+MACHINE = {"cores": 2, "processor": "P", "memory_gib": 1.0, "kernel": "6"}
 
 
 def throughput_row(variant: str, length: int, step: float) -> dict[str, Any]:
@@ -88,3 +92,30 @@ def test_an_old_plot_does_not_stand_beside_a_new_report_without_its_figures(tmp_
     report({"throughput": ABOUT | {"result": throughput([0.5, 0.5])}}, tmp_path)
     report({"throughput": ABOUT | {"not_measured": "no root"}}, tmp_path)
     assert not (tmp_path / "plots" / "throughput.png").exists()
+
+
+def test_what_is_committed_is_what_the_results_say(tmp_path: Path) -> None:
+    results = json.loads((HERE / "results.json").read_text())
+    write_report(results, tmp_path)
+    assert (tmp_path / "RESULTS.md").read_text() == (HERE / "RESULTS.md").read_text(), (
+        "python -m benchmarks.run --report"
+    )
+    readme = tmp_path / "README.md"
+    readme.write_text(README.read_text())
+    update_readme(results, readme)
+    assert readme.read_text() == README.read_text(), "python -m benchmarks.run --report"
+    assert {plot.name for plot in (tmp_path / "plots").iterdir()} == {plot.name for plot in (HERE / "plots").iterdir()}
+
+
+def test_the_readme_gets_the_figures_that_there_are_and_keeps_the_rest(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    results = {"parts": {"throughput": ABOUT | {"result": throughput([0.5, 0.8])}}, "machine": MACHINE}
+    for _ in range(2):
+        update_readme(results, readme)
+    text = readme.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "| clean tokens/s, NVLink, 2 ranks, L = 1024 to 2048 | 1024 to 2048 | 2048 to 2560 | 1.25 to 2.00 |" in text
+    assert "old" not in text
+    assert "wire" not in text
