@@ -44,18 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = reduced_form(lengths) if args.device == "cpu" else full_form(torch.device("cuda", 0), lengths)
     if args.backends:
         settings = replace(settings, backends=tuple(args.backends))
-    report = run(settings, with_training=not args.skip_training)
-    if args.json:
-        Path(args.json).write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    report = run(settings, Path(args.json), with_training=not args.skip_training)
     print("\n".join(report.lines()), flush=True)
     return 1 if report.errors else 0
 
 
-def run(settings: Settings, *, with_training: bool = True) -> Report:
+def run(settings: Settings, file: Path, *, with_training: bool = True) -> Report:
     """Check every backend; a failure is noted and the rest goes on.
 
     Args:
         settings: where and at which sizes.
+        file: gets the results as JSON after each part, so that a check that is cut short leaves what it found.
         with_training: whether to run the training step too.
     """
     started = time.perf_counter()
@@ -66,18 +65,25 @@ def run(settings: Settings, *, with_training: bool = True) -> Report:
             continue
         with _noting(report, name):
             _check_backend(report, settings, name)
+        _write(report, file, started)
     if settings.device.type == "cuda":
         for length in settings.timing_lengths:
             with _noting(report, f"FlexAttention on both copies, L = {length}"):
                 _progress(f"FlexAttention on both copies of {length} tokens")
                 report.timings.append(time_dense_flex(settings, length))
+            _write(report, file, started)
     if with_training:
         _progress("a training step through Megatron")
         report.training = training_step(settings)
         if report.training.error:
             report.errors.append(report.training.error)
-    report.seconds = time.perf_counter() - started
+    _write(report, file, started)
     return report
+
+
+def _write(report: Report, file: Path, started: float) -> None:
+    report.seconds = time.perf_counter() - started
+    file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
 
 
 def _check_backend(report: Report, settings: Settings, name: str) -> None:

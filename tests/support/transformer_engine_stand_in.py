@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer.kernels.transformer_engine_adapter import Symbols
+from megatron_csbp.transformer.kernels.transformer_engine_symbols import Symbols
 from tests.support.transformer_engine_signatures import SIGNATURES
 
 ARBITRARY_LENGTH = 1  # the number of the cuDNN sub-backend F16_arbitrary_seqlen
@@ -68,6 +68,7 @@ class StandIn:
         self.calls.append(given)
         problem = self._problem(given)
         assert given["is_training"], "inference returns no log-sum-exp"
+        assert isinstance(given["rng_gen"], torch.Generator), "else the device's own generator would move"
         out, lse = problem.attend()
         rng_state = torch.tensor([1234, 0], dtype=torch.int64)
         return problem.written(out, given.get("o_format", problem.layout)), [lse.unsqueeze(-1), rng_state]
@@ -96,7 +97,9 @@ class StandIn:
             *(_as_bshd(_raw(given[name]), layout).double() for name in ("q", "k", "v")),
             layout=layout,
             dtype=given["fake_dtype"],
-            causal={"no_mask": False, "causal": True}[given["attn_mask_type"]],
+            causal={"no_mask": False, "padding": False, "causal": True, "padding_causal": True}[
+                given["attn_mask_type"]
+            ],
             scale=given["attn_scale"],
         )
         for name, length in (("q", problem.rows), ("kv", problem.key.shape[1])):
@@ -104,6 +107,9 @@ class StandIn:
             assert given[f"max_seqlen_{name}"] == length
             assert lengths.dtype is torch.int32
             assert lengths.tolist() == [i * length for i in range(problem.batch + 1)]
+        # cuDNN's keys and rows come in groups of 128: a length between them is safe only with a mask that ends it.
+        has_tail = bool(problem.rows % 128 or problem.key.shape[1] % 128)
+        assert given["attn_mask_type"].startswith("padding") == has_tail
         assert int(given["fused_attention_backend"]) == ARBITRARY_LENGTH
         assert (given["dropout"], given["attn_bias_type"]) == (0.0, "no_bias")
         assert given["window_size"] == ((-1, 0) if problem.causal else (-1, -1))

@@ -16,11 +16,20 @@ from megatron_csbp.transformer.attention_plan import AttentionPlan
 from megatron_csbp.transformer.kernels.flex_mask import local_block_mask
 from megatron_csbp.transformer.kernels.torch_cuda import TorchCudaKernel
 
+_MOST_COMPILATIONS = 64
+"""Shapes in one process. PyTorch gives up after eight, and a check of several group sizes and lengths has more."""
+
 
 @cache
 def compiled_flex_attention() -> Callable[..., Any]:
     """Return FlexAttention, to be compiled once for each shape; without compilation it would build S x S scores."""
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+    def attend(*tensors: Tensor, **options: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=_MOST_COMPILATIONS):
+            return compiled(*tensors, **options)
+
+    return attend
 
 
 class FlexKernel(TorchCudaKernel):

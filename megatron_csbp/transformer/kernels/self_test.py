@@ -27,6 +27,7 @@ from megatron_csbp.transformer.tile import MaskKind
 # Largest error, relative to the largest entry. A wrong kernel is off by the order of 1.
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-4, torch.float64: 1e-9}
 
+_NAMES = ("output", "log-sum-exp", "gradient of the query", "gradient of the key", "gradient of the value")
 _ALTERNATIVE = {"transformer_engine": "torch", "flex": "torch", "torch": "transformer_engine"}
 
 
@@ -70,7 +71,8 @@ def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dty
     """Compare a kernel with the reference on tiny cases, forward and backward.
 
     The cases: a causal square; a rectangle whose keys come in two parts, merged, with the backward of each part from
-    merged results; many small squares; for a `LocalKernel` the local tiles of a small plan.
+    merged results; many small squares; rows whose scores are all very negative; for a `LocalKernel` the local tiles of
+    a small plan.
 
     Args:
         kernel: what to test.
@@ -83,15 +85,44 @@ def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dty
     """
     try:
         with torch.no_grad(), _on(device):
+            _leave_nan_in_free_memory(device)
             for causal, problems, rows, keys in ((True, 1, 96, 96), (False, 2, 48, 80), (False, 5, 4, 4)):
                 inputs = _inputs(problems, rows, keys, dtype, device, heads)
                 got = _run_in_two_parts(kernel, inputs) if keys > rows else _run(kernel, inputs, causal)
                 exact = _run(ReferenceKernel(), [tensor.double() for tensor in inputs], causal)
                 _compare(kernel, device, dtype, got, exact)
+            for rows in (64, 192):
+                _check_negative_scores(kernel, device, dtype, heads, rows)
             if isinstance(kernel, LocalKernel):
                 _check_local(kernel, device, dtype, heads)
-    except RuntimeError as error:
+    except ValueError:
+        raise
+    except Exception as error:  # compilers and extensions raise all kinds
         raise ValueError(f"{_blame(kernel, device)} fails in its self-test ({error}). {_advice(kernel)}") from error
+
+
+def _leave_nan_in_free_memory(device: torch.device) -> None:
+    """Fill what the next tensors will get, so that a kernel that reads or leaves rows beyond a tile is found out."""
+    kept = [torch.full((size,), torch.nan, device=device) for size in (2**10, 2**14, 2**18, 2**20) for _ in range(4)]
+    del kept
+
+
+def _check_negative_scores(
+    kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, heads: HeadShape, rows: int
+) -> None:
+    """Let every score of a square be about -100: exp(0 - log-sum-exp) of a key that is not there would overflow.
+
+    Rounding weighs heavily where scores are that large, so all that is asked is that the results are finite.
+    """
+    grad_out, query, key, value = _inputs(1, rows, rows, dtype, device, heads)
+    query, key = 0.1 * query, 0.1 * key
+    query[..., 0], key[..., 0] = 1.0, -100.0 * heads.head_dim**0.5
+    for name, tensor in zip(_NAMES, _run(kernel, [grad_out, query, key, value], False), strict=True):
+        if not tensor.isfinite().all():
+            raise ValueError(
+                f"{_blame(kernel, device)} is wrong on this machine: its {name} is not finite where all scores of a "
+                f"row are very negative ({rows} rows and keys). {_advice(kernel)}"
+            )
 
 
 def _run(kernel: AttentionKernel, inputs: list[Tensor], causal: bool) -> list[Tensor]:
@@ -170,8 +201,7 @@ def _inputs(
 def _compare(
     kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, got: list[Tensor], exact: list[Tensor]
 ) -> None:
-    names = ("output", "log-sum-exp", "gradient of the query", "gradient of the key", "gradient of the value")
-    for name, ours, theirs in zip(names, got, exact, strict=True):
+    for name, ours, theirs in zip(_NAMES, got, exact, strict=True):
         error = ((ours.double() - theirs).abs().max() / theirs.abs().max()).item()
         if not error <= TOLERANCE[dtype]:  # NaN is wrong too
             raise ValueError(

@@ -9,13 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend
+
+from megatron_csbp.transformer.kernels.cudnn_tails import ends_within_a_group
 
 _aten = torch.ops.aten
 
 
 class TorchCudaKernel:
     """For each tile the operator that PyTorch's own selector names: cuDNN or flash attention, in fp16 or bf16.
+
+    Only where a length is not safe with cuDNN (see `cudnn_tails`) is it flash attention, if that can be used.
 
     `torch.backends.cuda.enable_cudnn_sdp` and its siblings, `torch.nn.attention.sdpa_kernel` and
     `torch.use_deterministic_algorithms` have their usual effect. Grouped-query heads are not copied.
@@ -64,6 +69,8 @@ class TorchCudaKernel:
         grad_out, query, key, value, out = (
             tensor.transpose(1, 2) for tensor in (grad_out_GTND, query_GTND, key_GUKD, value_GUKD, out_GTND)
         )
+        # PyTorch keeps cuDNN's plans by the sizes and strides of query, key and value alone. Those of the output and
+        # of its gradient may not vary beside them, and do not: both are slices of dense tensors with all heads.
         # Both operators read the log-sum-exp through its pointer, as [G, N, T].
         lse_GNT = lse_GTN.to(torch.promote_types(query.dtype, torch.float32)).transpose(1, 2).contiguous()
         tensors = (grad_out, query, key, value, out)
@@ -86,7 +93,7 @@ class TorchCudaKernel:
 def choose_operator(
     query_GNTD: Tensor, key_GKUD: Tensor, value_GKUD: Tensor, *, causal: bool, scale: float
 ) -> SDPBackend:
-    """Return the operator of PyTorch's choice, `CUDNN_ATTENTION` or `FLASH_ATTENTION`: one for forward and backward.
+    """Return the operator to use, `CUDNN_ATTENTION` or `FLASH_ATTENTION`: the same one for forward and backward.
 
     Args:
         query_GNTD: queries, [G, N, T, D].
@@ -104,6 +111,10 @@ def choose_operator(
         choice = SDPBackend(
             torch._fused_sdp_choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=True)
         )
+        if choice == SDPBackend.CUDNN_ATTENTION and ends_within_a_group(query.shape[2], key.shape[2]):
+            # No padding mask can be given to PyTorch's cuDNN operator.
+            asked = SDPAParams(query, key, value, None, 0.0, causal, True)
+            choice = SDPBackend.FLASH_ATTENTION if can_use_flash_attention(asked) else choice
     # PyTorch pads other head dims before it calls the flash operator.
     padded = choice == SDPBackend.FLASH_ATTENTION and head_dim % 8 != 0
     if choice not in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) or padded:

@@ -7,7 +7,8 @@ Shapes: G independent problems of one tile, T rows, U keys, N query heads, K key
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer.kernels.transformer_engine_adapter import FusedAttention, import_symbols
+from megatron_csbp.transformer.kernels.transformer_engine_adapter import FusedAttention
+from megatron_csbp.transformer.kernels.transformer_engine_symbols import import_symbols
 
 
 class TransformerEngineKernel:

@@ -9,69 +9,21 @@ Shapes: G independent problems of one tile (Transformer Engine's batch), T rows,
 heads, D head dim. Tensors are contiguous in `tensor_format`: "bshd" is [G, T, N, D], "sbhd" is [T, G, N, D].
 """
 
-import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_csbp.transformer.kernels.cudnn_tails import ends_within_a_group
+from megatron_csbp.transformer.kernels.transformer_engine_symbols import Symbols
+
 # Arguments, and fields of the selector's question, that only some versions have; all others must be there.
 _OPTIONAL = frozenset({"o_format", "do_format", "dqkv_layout", "dqkv_dtype", "bottom_right_diagonal", "softmax_scale"})
-
-
-@dataclass(frozen=True)
-class Symbols:
-    """What is used of Transformer Engine.
-
-    Attributes:
-        fused_attn_fwd: forward function.
-        fused_attn_bwd: backward function.
-        backend: the cuDNN sub-backend whose softmax statistics are a log-sum-exp (F16_arbitrary_seqlen).
-        attention_params: dataclass that describes a call to the selector.
-        get_attention_backend: Transformer Engine's selector, which also reads the NVTE_* variables.
-        dtypes: Transformer Engine's dtype of a torch dtype.
-        version: version of the package.
-    """
-
-    fused_attn_fwd: Callable[..., Any]
-    fused_attn_bwd: Callable[..., Any]
-    backend: Any
-    attention_params: Any
-    get_attention_backend: Callable[[Any], tuple[Any, ...]]
-    dtypes: Mapping[torch.dtype, Any]
-    version: str
-
-
-def import_symbols() -> Symbols:
-    """Import Transformer Engine and return what is used of it.
-
-    Raises:
-        ValueError: it is not installed, does not import, or lacks a symbol; says which and what to use instead.
-    """
-    try:
-        functions = importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
-        utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
-        constants = importlib.import_module("transformer_engine.pytorch.constants")
-        return Symbols(
-            fused_attn_fwd=functions.fused_attn_fwd,
-            fused_attn_bwd=functions.fused_attn_bwd,
-            backend=functions.FusedAttnBackend["F16_arbitrary_seqlen"],
-            attention_params=utils.AttentionParams,
-            get_attention_backend=utils.get_attention_backend,
-            dtypes=constants.TE_DType,
-            version=importlib.import_module("transformer_engine").__version__,
-        )
-    except (ImportError, AttributeError, KeyError, OSError) as error:
-        raise ValueError(
-            "--csbp-attention-backend transformer_engine needs Transformer Engine 2.9 or later, which does not import "
-            f"here ({type(error).__name__}: {error}); install it as docs/gpu.md says, or use --csbp-attention-backend "
-            "torch."
-        ) from error
 
 
 def deterministic_required() -> bool:
@@ -117,7 +69,9 @@ class FusedAttention:
             ValueError: Transformer Engine's selector finds no fused attention for this.
         """
         common = self._common_arguments(query, key, value, tensor_format, causal, scale)
-        results = self._call(self._symbols.fused_attn_fwd, self._forward_parameters, {**common, "is_training": True})
+        # A generator of its own: by default every call moves the device's, by a number of tiles that ranks differ in.
+        arguments = {**common, "is_training": True, "rng_gen": _generator(query.device)}
+        results = self._call(self._symbols.fused_attn_fwd, self._forward_parameters, arguments)
         out, aux_ctx_tensors = results[0], results[1]
         lse_GNT1 = aux_ctx_tensors[0]
         problems, rows = _problems_and_rows(query, tensor_format)
@@ -191,7 +145,7 @@ class FusedAttention:
             "dropout": 0.0,
             "qkv_layout": _layout(tensor_format),
             "o_format": tensor_format,
-            "attn_mask_type": _mask_type(causal),
+            "attn_mask_type": _mask_type(causal, rows, keys),
             "attn_bias_type": "no_bias",
             "window_size": _window(causal),
         }
@@ -210,7 +164,7 @@ class FusedAttention:
             "max_seqlen_kv": keys,
             "head_dim_qk": query.shape[3],
             "head_dim_v": query.shape[3],
-            "attn_mask_type": _mask_type(causal),
+            "attn_mask_type": _mask_type(causal, rows, keys),
             "window_size": _window(causal),
             # What the two functions take for granted with these mask types.
             "bottom_right_diagonal": False,
@@ -271,7 +225,10 @@ def _layout(tensor_format: str) -> str:
     return "_".join([tensor_format] * 3)
 
 
-def _mask_type(causal: bool) -> str:
+def _mask_type(causal: bool, rows: int, keys: int) -> str:
+    """Return the mask; a padding mask, by the cumulative lengths, where cuDNN has to be told that a length ends."""
+    if ends_within_a_group(rows, keys):
+        return "padding_causal" if causal else "padding"
     return "causal" if causal else "no_mask"
 
 
@@ -288,6 +245,12 @@ def _problems_and_rows(tensor: Tensor, tensor_format: str) -> tuple[int, int]:
 def _cumulative_lengths(problems: int, rows: int, device: torch.device) -> Tensor:
     """Return where each of equally long problems starts and ends, int32 [G + 1]."""
     return torch.arange(0, (problems + 1) * rows, rows, dtype=torch.int32, device=device)
+
+
+@cache
+def _generator(device: torch.device) -> torch.Generator:
+    """Return a random generator for dropout, of which there is none."""
+    return torch.Generator(device)
 
 
 @cache

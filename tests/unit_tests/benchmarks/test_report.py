@@ -116,6 +116,6 @@ def test_the_readme_gets_the_figures_that_there_are_and_keeps_the_rest(tmp_path:
     text = readme.read_text()
     assert text.startswith(f"before\n{BEGIN}\n")
     assert text.endswith(f"{END}\nafter\n")
-    assert "| clean tokens/s, NVLink, 2 ranks, L = 1024 to 2048 | 1024 to 2048 | 2048 to 2560 | 1.25 to 2.00 |" in text
+    assert "links as of NVLink, 2 ranks, L = 1024 to 2048 | 1024 to 2048 | 2048 to 2560 | 1.25 to 2.00 |" in text
     assert "old" not in text
     assert "wire" not in text

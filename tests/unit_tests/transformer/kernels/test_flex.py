@@ -166,6 +166,20 @@ def test_it_is_compiled_once_for_each_shape_whatever_rank_mask_and_pass(
     assert compiled == [1] * 4 + [2] * 4
 
 
+def test_more_shapes_than_pytorch_compiles_by_default_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter, compile_function = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compile_function(function, backend=counter, **how))
+    flex.compiled_flex_attention.cache_clear()
+    try:
+        attend = flex.compiled_flex_attention()
+        for rows in range(1, 12):
+            attend(*[torch.zeros(1, 1, rows, 16)] * 3)
+    finally:
+        flex.compiled_flex_attention.cache_clear()
+        torch._dynamo.reset()
+    assert counter.frame_count == 11 > torch._dynamo.config.recompile_limit
+
+
 def test_only_flex_computes_local_tiles_at_once() -> None:
     assert isinstance(FlexKernel(), LocalKernel)
     assert not isinstance(TorchCudaKernel(), LocalKernel)

@@ -54,6 +54,8 @@ class Wrong(ReferenceKernel):
     ) -> tuple[Tensor, Tensor]:
         if self.fault == "no kernel for small tiles" and query_GTND.shape[1] < 16:
             raise RuntimeError("no kernel image is available")
+        if self.fault == "no mercy":
+            raise SystemError("an extension's own kind of error")
         if self.fault == "ignores the mask":
             causal = False
         if self.fault == "reads strides wrongly":
@@ -68,6 +70,10 @@ class Wrong(ReferenceKernel):
         if self.fault == "ignores the merged log-sum-exp":
             out, lse = super().forward(query, key, value, causal=causal, scale=scale)
         grads = super().backward(grad_out, query, key, value, out, lse, causal=causal, scale=scale)
+        if self.fault == "zeros beyond the keys" and key.shape[1] % 128 == 64:
+            # As if a key of zeros were there, with a weight that fp32 cannot hold.
+            weight = torch.exp(0 - lse.float()).unsqueeze(-1)
+            return grads[0] + weight * 0, grads[1], grads[2]
         return (grads[0], grads[1], grads[2] * 1.2) if self.fault == "scales a gradient" else grads
 
 
@@ -81,6 +87,8 @@ class Wrong(ReferenceKernel):
         ("ignores the merged log-sum-exp", "its gradient of the query is off by"),
         ("scales a gradient", "its gradient of the value is off by"),
         ("no kernel for small tiles", "fails in its self-test .no kernel image is available"),
+        ("no mercy", "fails in its self-test .an extension's own kind of error"),
+        ("zeros beyond the keys", "its gradient of the query is not finite where all scores of a row are very neg"),
     ],
 )
 def test_a_wrong_kernel_is_refused_by_what_is_wrong(fault: str, message: str) -> None:

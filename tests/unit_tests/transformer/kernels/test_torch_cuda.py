@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from megatron_csbp.transformer.kernels import torch_cuda
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.torch_cuda import TorchCudaKernel, choose_operator
 from megatron_csbp.transformer.layout import Scheme
@@ -217,6 +218,25 @@ def test_pytorchs_own_shape_functions_agree(choice: SDPBackend, monkeypatch: pyt
     assert (out.shape, out.dtype) == (tensors[1].shape, torch.bfloat16)
     assert (tuple(lse.shape), lse.dtype) == ((3, 5, 4), torch.float32)
     assert [grad.shape for grad in grads] == [tensor.shape for tensor in tensors[1:]]
+
+
+@pytest.mark.parametrize(
+    "rows, keys, flash_is_usable, expected",
+    [
+        (128, 256, True, SDPBackend.CUDNN_ATTENTION),
+        (128, 192, True, SDPBackend.FLASH_ATTENTION),
+        (32, 128, True, SDPBackend.FLASH_ATTENTION),
+        (64, 64, True, SDPBackend.FLASH_ATTENTION),
+        (64, 64, False, SDPBackend.CUDNN_ATTENTION),  # the self-test decides
+    ],
+)
+def test_cudnn_gets_no_length_that_ends_within_its_groups_if_flash_can_take_it(
+    rows: int, keys: int, flash_is_usable: bool, expected: SDPBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: SDPBackend.CUDNN_ATTENTION.value)
+    monkeypatch.setattr(torch_cuda, "can_use_flash_attention", lambda params: flash_is_usable)
+    query, key = torch.zeros(1, 2, rows, 8), torch.zeros(1, 2, keys, 8)
+    assert choose_operator(query, key, key, causal=False, scale=1.0) == expected
 
 
 @pytest.mark.parametrize("choice", [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION], ids=lambda choice: choice.name)

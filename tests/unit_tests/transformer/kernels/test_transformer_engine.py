@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron_csbp.transformer.attention_plan import CleanAttention
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.transformer_engine import TransformerEngineKernel
-from megatron_csbp.transformer.kernels.transformer_engine_adapter import FusedAttention, import_symbols
+from megatron_csbp.transformer.kernels.transformer_engine_adapter import FusedAttention
+from megatron_csbp.transformer.kernels.transformer_engine_symbols import import_symbols
 from megatron_csbp.transformer.layout import Scheme
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
 from tests.support.dense_oracle import dense_attention
@@ -142,12 +143,25 @@ def test_deterministic_training_reaches_the_selector_and_the_backward(
     assert [call["deterministic"] for call in stand_in.calls if "d_o" in call] == [False, True]
 
 
-def test_the_selector_is_asked_about_the_call_that_follows() -> None:
+@pytest.mark.parametrize(
+    "rows, keys, causal, mask",
+    [
+        (5, 5, True, "padding_causal"),
+        (5, 7, False, "padding"),
+        (128, 64, False, "padding"),
+        (64, 128, False, "padding"),
+        (128, 256, False, "no_mask"),
+        (128, 128, True, "causal"),
+    ],
+)
+def test_the_selector_is_asked_about_the_call_that_follows(rows: int, keys: int, causal: bool, mask: str) -> None:
     stand_in = StandIn("2.20", exact=True)
-    run(kernel_on(stand_in), *inputs("bshd", keys=5), causal=True)
+    query, key = torch.zeros(1, rows, 2, 8, dtype=torch.float64), torch.zeros(1, keys, 2, 8, dtype=torch.float64)
+    run(kernel_on(stand_in), query, query, key, key, causal=causal)
     (question,) = stand_in.questions
     asked = {name: getattr(question, name) for name in ("attn_mask_type", "bottom_right_diagonal", "softmax_scale")}
-    assert asked == {"attn_mask_type": "causal", "bottom_right_diagonal": False, "softmax_scale": 0.3}
+    assert asked == {"attn_mask_type": mask, "bottom_right_diagonal": False, "softmax_scale": 0.3}
+    assert [call["attn_mask_type"] for call in stand_in.calls] == [mask, mask]
 
 
 def test_the_selector_is_asked_once_for_each_kind_of_call() -> None:
