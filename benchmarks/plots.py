@@ -105,13 +105,7 @@ def _step_split(result: dict[str, Any]) -> Any:
         axis.set_title(f"{sweep}, P = {ranks}, L = {longest}", fontsize=9)
         axis.tick_params(axis="x", labelsize=8 if len(bars) < 5 else 6)
     axes[0][0].set_ylabel("seconds per step")
-    axes[0][0].text(
-        0,
-        -0.32,
-        "gray: computation, red: exposed communication, hatched: hidden behind computation",
-        transform=axes[0][0].transAxes,
-        fontsize=8,
-    )
+    figure.suptitle("gray: computation; red: exposed communication; hatched: hidden behind computation", fontsize=9)
     return figure
 
 

@@ -10,6 +10,10 @@ from benchmarks.text import mebibytes, percent, span, table
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- Written by `make bench` from benchmarks/results.json; edits are lost. -->"
+_PLOTS = {
+    "throughput": "Clean tokens per second, and relative to CP, against L",
+    "training": "Validation loss against training time under CP and CSBP",
+}
 _LINKS = {"Across nodes": "across nodes", "NVLink": "of NVLink"}
 END = "<!-- End of what `make bench` writes. -->"
 
@@ -42,6 +46,12 @@ def figures(results: dict[str, Any]) -> list[str]:
         "slowed so that a core stands to its link as an H200 to its own:",
         "",
         *table(["", "CP", "CSBP", "CSBP / CP"], rows),
+        "",
+        *(
+            f"![{caption}](benchmarks/plots/{part}.png)"
+            for part, caption in _PLOTS.items()
+            if "result" in results["parts"].get(part, {})
+        ),
         "",
         "[Everything measured, read plainly](benchmarks/RESULTS.md).",
     ]
