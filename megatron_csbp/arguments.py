@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 from megatron_csbp.configuration.argument_rules import check_before_megatron
 from megatron_csbp.configuration.changes import Change
+from megatron_csbp.configuration.objective_flags import fill_objective_defaults
 from megatron_csbp.configuration.performance_arguments import add_performance_arguments
+from megatron_csbp.loss.noise_schedules import NOISE_SCHEDULES
+from megatron_csbp.loss.objectives import OBJECTIVES
 from megatron_csbp.transformer.attention_plan import CleanAttention
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout, resolve_scheme
 
-OBJECTIVES = ("block-diffusion", "nemotron")
-SCHEDULES = ("log-linear", "square", "sqrt", "log", "cosine")
 BACKENDS = ("auto", "transformer_engine", "torch", "flex")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -70,7 +71,7 @@ def _add_objective_arguments(group: _Group) -> None:
     """Add what is trained: the loss, the clean mask that goes with it, and the noise."""
     group.add_argument(
         "--diffusion-objective",
-        choices=OBJECTIVES,
+        choices=list(OBJECTIVES),
         default="block-diffusion",
         help="block-diffusion: BD3-LM's NELBO, one noise level per block, over supervised tokens. nemotron: NVIDIA's "
         "joint diffusion and autoregressive loss, one noise level per sequence.",
@@ -96,7 +97,7 @@ def _add_objective_arguments(group: _Group) -> None:
     )
     group.add_argument(
         "--noise-schedule",
-        choices=SCHEDULES,
+        choices=list(NOISE_SCHEDULES),
         default="log-linear",
         help="Chance that a token is corrupted, and its loss weight, as functions of the noise level t.",
     )
@@ -162,8 +163,7 @@ def prepare_before_validation(args: Namespace, given: frozenset[str]) -> list[Ch
     if not is_block_diffusion(args):
         return []
     args.diffusion_scheme = str(resolve_scheme(args.context_parallel_size, args.block_parallel_size))
-    args.clean_attention = args.clean_attention or default_clean_attention(args.diffusion_objective)
-    _fill_loss_weights(args)
+    fill_objective_defaults(args)
     changes = _Changes(args)
     group_size = max(args.context_parallel_size, args.block_parallel_size)
     changes.set("context_parallel_size", group_size, "BP overlays Megatron's CP axis: both name the same ranks")
@@ -181,7 +181,7 @@ def prepare_before_validation(args: Namespace, given: frozenset[str]) -> list[Ch
 
 
 def prepare_after_validation(args: Namespace) -> list[Change]:
-    """Set the row count that Megatron's schedules have to see. Call after Megatron's `validate_args`.
+    """Set the row count that Megatron's schedules have to see. Call after Megatron's `set_global_variables`.
 
     Args:
         args: validated arguments; changed in place: `clean_seq_length` keeps L, `seq_length` becomes the rows of the
@@ -211,20 +211,6 @@ def sequence_layout(args: Namespace, rank: int) -> SequenceLayout:
         scheme=Scheme(args.diffusion_scheme),
         assignment=BlockAssignment(args.block_assignment),
     )
-
-
-def default_clean_attention(objective: str) -> str:
-    """Return the clean attention that an objective trains with unless `--clean-attention` says otherwise."""
-    return str(CleanAttention.TOKEN_CAUSAL if objective == "nemotron" else CleanAttention.BLOCK_CAUSAL)
-
-
-def _fill_loss_weights(args: Namespace) -> None:
-    """Fill in the objective's default weights."""
-    diffusion, autoregressive = (0.3, 1.0) if args.diffusion_objective == "nemotron" else (1.0, 0.0)
-    if args.diffusion_loss_weight is None:
-        args.diffusion_loss_weight = diffusion
-    if args.ar_loss_weight is None:
-        args.ar_loss_weight = autoregressive
 
 
 class _Changes:

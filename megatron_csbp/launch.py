@@ -3,8 +3,7 @@
 
 Runs somebody's unmodified stock script. Three names that such a script imports from `megatron.training` are rebound
 first: `parse_and_validate_args` learns our flags, `gpt_config_from_args` returns our model config, and `pretrain` gets
-    our datasets and
-forward step. Without block-diffusion flags the last two do what they always did.
+our datasets and forward step. Without block-diffusion flags the last two do what they always did.
 """
 
 import functools
@@ -79,11 +78,11 @@ def _parse_and_validate_args(
     from megatron_csbp import training_setup
     from megatron_csbp.errors import user_errors
 
-    if ignore_unknown_args:
-        raise ValueError(
-            "megatron_csbp.launch runs scripts that know all their arguments (ignore_unknown_args is off)."
-        )
     with user_errors():
+        if ignore_unknown_args:
+            raise ValueError(
+                "megatron_csbp.launch runs scripts that know all their arguments (ignore_unknown_args is off)."
+            )
         return training_setup.parse_and_validate_args(runtime, extra_args_provider, args_defaults)
 
 

@@ -65,7 +65,8 @@ def parse_and_validate_arguments(
         extra_args_provider: Adds flags to Megatron's parser.
         args_defaults: Values for arguments that the command line leaves at None.
         before_validation: Called with the parsed arguments; what it changes, Megatron validates.
-        after_validation: Called with the validated arguments, before Megatron builds tokenizer, timers and writers.
+        after_validation: Called with the validated arguments, after Megatron has built tokenizer, timers, writers and
+            the calculator of batch sizes, whose schedule counts tokens by ``args.seq_length``.
 
     Returns:
         The arguments, which are also Megatron's global ones.
@@ -82,9 +83,9 @@ def parse_and_validate_arguments(
     before_validation(args)
     with failure_in_words("check of the arguments"):
         arguments.validate_args(args, args_defaults)
-    after_validation(args)
     with failure_in_words("set-up of tokenizer and logging"):
         global_vars.set_global_variables(args)
+    after_validation(args)
     return args
 
 

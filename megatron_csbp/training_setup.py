@@ -18,6 +18,7 @@ from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import check_resume, use_checkpoint_length
 from megatron_csbp.configuration.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
+from megatron_csbp.configuration.objective_flags import objective_from_args
 from megatron_csbp.configuration.performance_arguments import (
     fill_head_groups,
     fill_loss_chunk_rows,
@@ -29,7 +30,6 @@ from megatron_csbp.data.datasets import build_train_valid_test_datasets
 from megatron_csbp.data.validation import validate_data_files
 from megatron_csbp.errors import say_errors_in_one_line
 from megatron_csbp.forward_step import BlockDiffusionForwardStep
-from megatron_csbp.loss.objectives import Objective, ObjectiveConfig, build_objective
 from megatron_csbp.model import BlockDiffusionModelConfig
 from megatron_csbp.reporting.instruments import instruments_from_args
 from megatron_csbp.reporting.start_summary import print_start_summary
@@ -68,6 +68,11 @@ def parse_and_validate_args(
         return parser
 
     def before(args: Namespace) -> None:
+        if args.device not in ("auto", runtime.device):
+            raise ValueError(
+                f"--device {args.device} in a --yaml-cfg file comes too late: the device is chosen before Megatron is "
+                f"imported. Give --device {args.device} on the command line."
+            )
         if args.use_checkpoint_args and "--seq-length" not in given:
             use_checkpoint_length(args)
         changes.extend(adapt_to_runtime(args, runtime))
@@ -88,20 +93,6 @@ def parse_and_validate_args(
     check_resume(args)
     print_start_summary(args, runtime, changes)
     return args
-
-
-def objective_from_args(args: Namespace) -> Objective:
-    """Return the training objective that the flags describe."""
-    return build_objective(
-        ObjectiveConfig(
-            name=args.diffusion_objective,
-            mask_token_id=args.mask_token_id,
-            noise_schedule=args.noise_schedule,
-            noise_eps=args.noise_eps,
-            diffusion_loss_weight=args.diffusion_loss_weight,
-            ar_loss_weight=args.ar_loss_weight,
-        )
-    )
 
 
 def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:

@@ -5,10 +5,12 @@ Every rule raises a ValueError on every rank before any collective, naming the f
 that works.
 """
 
+import re
 from argparse import Namespace
 from pathlib import Path
 
 from megatron_csbp.configuration.model_rules import check_heads, check_recompute_modules, check_world_size
+from megatron_csbp.configuration.objective_flags import check_objective
 from megatron_csbp.configuration.performance_arguments import check_head_groups, check_loss_chunk_rows
 from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 from megatron_csbp.transformer.layout import length_error, required_multiple, resolve_scheme
@@ -53,9 +55,7 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
         check_length,
         check_sequence_parallel_rows,
         check_mask_token,
-        check_loss_weights,
-        check_clean_attention,
-        check_noise,
+        check_objective,
         check_unsupported,
         check_position_embedding,
         check_full_validation,
@@ -140,42 +140,6 @@ def check_mask_token(args: Namespace) -> None:
         raise ValueError(f"--mask-token-id {args.mask_token_id} must be at least 0; for example 100.")
 
 
-def check_loss_weights(args: Namespace) -> None:
-    """Weights are not negative, and the diffusion term of every objective is on."""
-    diffusion, autoregressive = args.diffusion_loss_weight, args.ar_loss_weight
-    if diffusion is not None and not diffusion > 0:
-        raise ValueError(f"--diffusion-loss-weight {diffusion} must be above 0; for example 0.3.")
-    if autoregressive is not None and not autoregressive >= 0:
-        raise ValueError(f"--ar-loss-weight {autoregressive} must be at least 0; for example 1.0.")
-    if args.diffusion_objective == "block-diffusion" and autoregressive:
-        raise ValueError(
-            f"--ar-loss-weight {autoregressive} with --diffusion-objective block-diffusion, which has no "
-            "autoregressive term; use --diffusion-objective nemotron or --ar-loss-weight 0."
-        )
-
-
-def check_clean_attention(args: Namespace) -> None:
-    """A next-token loss on the clean copy needs token-causal clean attention, or the target is in sight."""
-    weight = args.ar_loss_weight if args.ar_loss_weight is not None else 1.0
-    if args.diffusion_objective == "nemotron" and args.clean_attention == "block-causal" and weight > 0:
-        raise ValueError(
-            f"--clean-attention block-causal with --ar-loss-weight {weight}: a clean token would see the next token, "
-            "which the autoregressive loss asks it to predict; use --clean-attention token-causal or --ar-loss-weight "
-            "0."
-        )
-
-
-def check_noise(args: Namespace) -> None:
-    """0 < eps < 1; the nemotron objective has one schedule."""
-    if not 0.0 < args.noise_eps < 1.0:
-        raise ValueError(f"--noise-eps {args.noise_eps} must lie between 0 and 1, both excluded; for example 0.001.")
-    if args.diffusion_objective == "nemotron" and args.noise_schedule != "log-linear":
-        raise ValueError(
-            f"--noise-schedule {args.noise_schedule} with --diffusion-objective nemotron, which is defined for "
-            "log-linear only; use --noise-schedule log-linear or --diffusion-objective block-diffusion."
-        )
-
-
 def check_dropout(args: Namespace, given: frozenset[str]) -> None:
     """Attention dropout is not supported: Megatron's default of 0.1 is turned off, a value that was given refused."""
     if "--attention-dropout" in given and args.attention_dropout:
@@ -211,7 +175,7 @@ def check_full_validation(args: Namespace) -> None:
 def _shares_a_test_set(args: Namespace) -> bool:
     """Whether `--split` gives a test set a share (its default does)."""
     uses_split = args.data_path is not None or args.data_args_path is not None
-    shares = (args.split or "969,30,1").split(",")
+    shares = re.findall(r"[.0-9]+", args.split or "969,30,1")  # as Megatron reads it
     return uses_split and len(shares) > 2 and float(shares[2]) > 0
 
 

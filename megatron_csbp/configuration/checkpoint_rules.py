@@ -40,7 +40,7 @@ def check_resume(args: Namespace) -> None:
     Raises:
         ValueError: block size, mask id, objective, schedule or another argument of `_FIXED` differs.
     """
-    saved = _saved_arguments(args)
+    saved = _saved_arguments(args, args.load)
     if saved is None:
         return
     for name in _MODEL:
@@ -70,17 +70,17 @@ def check_resume(args: Namespace) -> None:
 
 def use_checkpoint_length(args: Namespace) -> None:
     """Take L, not the row count, where `--use-checkpoint-args` supplies `--seq-length` from a block-diffusion run."""
-    saved = _saved_arguments(args)
+    saved = _saved_arguments(args, args.load) or _saved_arguments(args, args.pretrained_checkpoint)
     if saved is not None and getattr(saved, "clean_seq_length", None) is not None:
         args.seq_length = saved.clean_seq_length
 
 
-def _saved_arguments(args: Namespace) -> Namespace | None:
-    """Return the arguments in the checkpoint that `--load` names; None if there is no such checkpoint."""
-    if args.load is None:
+def _saved_arguments(args: Namespace, folder: str | None) -> Namespace | None:
+    """Return the arguments in the checkpoint in a folder; None if there is no such checkpoint."""
+    if folder is None:
         return None
-    iteration = args.ckpt_step if args.ckpt_step is not None else latest_iteration(Path(args.load))
-    return None if iteration is None else megatron_compat.load_checkpoint_arguments(Path(args.load), iteration)
+    iteration = args.ckpt_step if args.ckpt_step is not None else latest_iteration(Path(folder))
+    return None if iteration is None else megatron_compat.load_checkpoint_arguments(Path(folder), iteration)
 
 
 def latest_iteration(folder: Path) -> int | None:

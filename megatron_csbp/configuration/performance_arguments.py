@@ -31,8 +31,7 @@ def add_performance_arguments(group: ArgumentParser | argparse._ArgumentGroup) -
         "next is gathered and the gradients of the one before are reduce-scattered, so that the gathered keys of at "
         "most two groups are alive (recomputation keeps all groups of the one layer at work). Must divide the "
         "key/value heads of a tensor-parallel rank. Default: from sizes, at most 4, with at least 32 MiB of the clean "
-        "copy in a group; "
-        "the start summary says how many.",
+        "copy in a group; the start summary says how many.",
     )
     group.add_argument(
         "--csbp-grad-reduce-dtype",
@@ -55,7 +54,7 @@ def add_performance_arguments(group: ArgumentParser | argparse._ArgumentGroup) -
 def check_head_groups(args: Namespace) -> None:
     """G divides the key/value heads of a tensor-parallel rank."""
     groups = args.csbp_head_groups
-    if groups is None:
+    if groups is None or not args.num_attention_heads:  # Megatron asks for the latter
         return
     heads = local_key_value_heads(args)
     if groups < 1 or heads % groups:
@@ -147,7 +146,11 @@ def local_key_value_heads(args: Namespace) -> int:
 
 
 def unit_bytes(
-    args: Namespace, plan: AttentionPlan, stream: Stream, collective: Collective = Collective.GATHER
+    args: Namespace,
+    plan: AttentionPlan,
+    stream: Stream,
+    collective: Collective = Collective.GATHER,
+    micro_batch_size: int | None = None,
 ) -> int:
     """Return the closed form of the bytes that one exchange of one copy brings to this rank from others.
 
@@ -156,9 +159,10 @@ def unit_bytes(
         plan: the rank's plan.
         stream: the copy.
         collective: what is done; gradients may have a dtype of their own.
+        micro_batch_size: sequences; those of training by default.
     """
     itemsize: int = args.params_dtype.itemsize
     if collective is Collective.REDUCE_SCATTER and args.csbp_grad_reduce_dtype is not None:
         itemsize = GRAD_REDUCE_ITEMSIZES[args.csbp_grad_reduce_dtype]
     heads = local_key_value_heads(args)
-    return plan.remote_bytes(stream, heads, args.kv_channels, itemsize, args.micro_batch_size)
+    return plan.remote_bytes(stream, heads, args.kv_channels, itemsize, micro_batch_size or args.micro_batch_size)

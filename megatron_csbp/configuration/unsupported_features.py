@@ -36,6 +36,7 @@ _DOCUMENTS = "document masks are not in the attention plan"
 _GRAPHS = "the exchange of keys and values runs outside a CUDA graph"
 _GTP = "the block-parallel groups are not laid out for generalized tensor parallelism"
 _FP8 = "FP8 tiles cannot be merged exactly"
+_SKIPPED = "Megatron skips an iteration by cutting its stock batches"
 _LOGITS = "no tile knows the largest logit of a row"
 _USE_DISTRIBUTED_OPTIMIZER = "use --use-distributed-optimizer"
 
@@ -47,6 +48,20 @@ UNSUPPORTED = (
     Unsupported("cuda_graph_impl", _GRAPHS, "use --cuda-graph-impl none", _one_of(None, "none")),
     Unsupported("enable_cuda_graph", _GRAPHS),
     Unsupported("external_cuda_graph", _GRAPHS),
+    Unsupported("iterations_to_skip", _SKIPPED),
+    Unsupported("result_rejected_tracker_filename", f"it skips iterations, and {_SKIPPED}"),
+    Unsupported(
+        "dataloader_type",
+        "its batches would not be cut into the rows of a rank",
+        "use --dataloader-type single or cyclic",
+        _one_of(None, "single", "cyclic"),
+    ),
+    Unsupported(
+        "ckpt_format",
+        "what a resumed run must keep is read from torch_dist checkpoints",
+        "use --ckpt-format torch_dist",
+        _one_of(None, "torch_dist"),
+    ),
     Unsupported("sft", "stock packed SFT has no diffusion blocks within documents", "pretrain on --data-path"),
     Unsupported("fim_data", "fill-in-the-middle reorders the tokens of a sample"),
     Unsupported("window_size", "sliding-window attention has no tiles here"),

@@ -28,14 +28,6 @@ from megatron_csbp.transformer.layout import SequenceLayout
 EVALUATION_SEED = 1234
 """Seed of validation and test noise in every run, so that evaluation losses compare across `--seed` too."""
 
-_REFUSED_FLAGS = {
-    "sft": "its samples are packed conversations",
-    "fim_data": "it reorders the tokens of each sample",
-    "reset_position_ids": "positions count from the start of the sample",
-    "reset_attention_mask": "attention runs over the whole sample",
-    "dataloader_inter_document_masking": "attention runs over the whole sample",
-    "hybrid_context_parallel": "it packs samples of several lengths",
-}
 _DATASET_FIELDS = {
     "split": "split",
     "multiple_validation_sets": "multiple_validation_sets",
@@ -134,7 +126,6 @@ def build_train_valid_test_datasets(
     Raises:
         ValueError: a flag is set that samples cannot be built for.
     """
-    refuse_unsupported_flags(args)
     config = dataset_config(args)
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
     is_built = is_built or partial(megatron_compat.rank_loads_data, vp_stage)
@@ -151,18 +142,6 @@ def build_train_valid_test_datasets(
 
     train, valid, test = (wrap(dataset) for dataset in splits)
     return train, valid, test
-
-
-def refuse_unsupported_flags(args: Any) -> None:
-    """Refuse the stock data flags that the corrupted rows have no meaning for.
-
-    Raises:
-        ValueError: one is set.
-    """
-    for name, reason in _REFUSED_FLAGS.items():
-        if getattr(args, name, False):
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} is not supported with block diffusion: {reason}. Leave {flag} out.")
 
 
 def dataset_config(args: Any) -> GPTDatasetConfig:

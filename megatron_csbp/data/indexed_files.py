@@ -127,7 +127,9 @@ def open_indexed_files(prefix: str, flag: str) -> IndexedFiles:
                 f"{flag} {prefix}: {idx} is truncated: {idx_bytes} bytes of {promised} for its {num_sequences} "
                 "documents. Copy it again, or prepare the data again."
             )
-        lengths = np.fromfile(stream, dtype=np.int32, count=num_sequences)
+    lengths = np.zeros(0, np.int32)
+    if num_sequences:  # mapped, since every rank of a node looks at indices of hundreds of millions of documents
+        lengths = np.memmap(idx, dtype=np.int32, mode="r", offset=_HEADER.size, shape=(num_sequences,))
     dtype = np.dtype(DType.dtype_from_code(code))
     num_tokens = int(lengths.sum(dtype=np.int64))
     _check_bin(prefix, flag, num_tokens, dtype.itemsize)

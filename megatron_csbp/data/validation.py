@@ -21,7 +21,9 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_csbp.data.indexed_files import IndexedFiles, open_indexed_files
 
 SCANNED_TOKENS = 1 << 24
-"""Tokens read of one dataset at most, to find its largest token id."""
+"""Tokens read of all datasets of a blend together at most, to find their largest token ids."""
+LEAST_SCANNED_TOKENS = 1 << 16
+"""Tokens read of one dataset, however many there are."""
 
 Blend = tuple[list[str], list[float] | None]
 
@@ -30,8 +32,8 @@ def validate_data_files(args: Any) -> None:
     """Check that every data path that the flags name can be trained on.
 
     Both files exist and have the size that the index promises; every split gets documents; token ids are in the padded
-    vocabulary, by the sidecar that preparation wrote, or else by reading up to `SCANNED_TOKENS` tokens, evenly spaced
-    in larger data (what that misses, the sampler catches as it reads). Data in object storage is not read here.
+    vocabulary, by the sidecar that preparation wrote, or else by reading up to `SCANNED_TOKENS` tokens of all, evenly
+    spaced in larger data (what that misses, the sampler catches as it reads). Data in object storage is not read here.
 
     Args:
         args: Megatron's validated arguments, with `clean_seq_length` and, for the vocabulary check,
@@ -146,18 +148,19 @@ def _open_all(blend: Blend, flag: str, args: Any) -> Iterator[IndexedFiles]:
             continue
         files = open_indexed_files(prefix, flag)
         if args.padded_vocab_size is not None:
-            _check_vocabulary(files, flag, args.padded_vocab_size)
+            most = max(LEAST_SCANNED_TOKENS, SCANNED_TOKENS // len(blend[0]))
+            _check_vocabulary(files, flag, args.padded_vocab_size, most)
         yield files
 
 
-def _check_vocabulary(files: IndexedFiles, flag: str, padded_vocab_size: int) -> None:
-    """Check that token ids are in the vocabulary."""
+def _check_vocabulary(files: IndexedFiles, flag: str, padded_vocab_size: int, most_tokens: int) -> None:
+    """Check that token ids are in the vocabulary, by reading at most so many tokens."""
     metadata = files.metadata()
     if metadata is not None:
         lowest, highest = 0, metadata.max_token_id
         origin = f"prepared with {metadata.tokenizer} of {metadata.vocab_size} tokens"
     else:
-        bounds = [(int(window.min()), int(window.max())) for window in files.token_windows(SCANNED_TOKENS)]
+        bounds = [(int(window.min()), int(window.max())) for window in files.token_windows(most_tokens)]
         lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
         origin = "found by reading it"
     if lowest < 0 or highest >= padded_vocab_size:

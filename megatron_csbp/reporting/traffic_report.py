@@ -49,9 +49,10 @@ def closed_form(args: Namespace, plan: AttentionPlan, layer: int, *, training: b
         training: whether a backward pass follows.
     """
     volumes: Volumes = {}
+    micro_batch_size = args.micro_batch_size if training else args.eval_micro_batch_size or args.micro_batch_size
     for stream in plan.exchanged_streams:
         for collective, direction in TRAINING if training else EVALUATION:
-            remote = unit_bytes(args, plan, stream, collective)
+            remote = unit_bytes(args, plan, stream, collective, micro_batch_size)
             payload = remote * plan.layout.group_size // (plan.layout.group_size - 1)
             volumes[Transfer(layer, stream, collective, direction)] = Volume(args.csbp_head_groups, payload, remote)
     return volumes
@@ -90,12 +91,12 @@ class TrafficReport:
             args: Megatron's validated arguments.
             training: whether a backward pass follows.
         """
-        if (
-            training != self._training
-        ):  # validation has begun or is over; a training iteration has been written by then
+        # Validation has begun or is over; a training iteration has been written by then.
+        if training != self._training:
             self._write("train" if self._training else "evaluate")
             self._training = training
-        self._iteration = args.curr_iteration + 1
+        # With --skip-train there is no current iteration.
+        self._iteration = getattr(args, "curr_iteration", args.iteration - 1) + 1
         self._forward_steps += 1
         for layer, plan in layers:
             for transfer, volume in closed_form(args, plan, layer, training=training).items():

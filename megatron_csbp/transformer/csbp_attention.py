@@ -152,6 +152,7 @@ def attention_forward(
             gathered = pending.wait()
             for tile in plan.gathered_tiles:
                 executor.forward(tile, query, gathered, merged)
+            pending.finish()
             if kept is not None:
                 kept.append(gathered)
             del gathered, pending  # before the gather after the next starts: two groups' keys at most
@@ -190,6 +191,8 @@ def attention_backward(
             sent = KeyValue(_zeros(group_keys.key), _zeros(group_keys.value))
             for tile in plan.gathered_tiles:
                 executor.backward(tile, side, group_keys, sums.query, sent)
+            if pending is not None:
+                pending.finish()
             del group_keys, pending  # before the gather after the next starts: two groups' keys at most
         if before is not None:
             before.finish()

@@ -47,6 +47,12 @@ def test_every_rank_refuses(case: str, ranks: Ranks) -> None:
     check_refused(ranks.train([*RUN, *flags], 2, timeout=QUICK_SECONDS), *said)
 
 
+def test_every_rank_refuses_a_device_that_a_file_names_too_late(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("device: cuda")
+    run = ranks.train([*RUN, "--yaml-cfg", str(tmp_path / "run.yaml")], 2, timeout=QUICK_SECONDS)
+    check_refused(run, "--device cuda in a --yaml-cfg file comes too late", "--device cuda on the command line")
+
+
 def test_every_rank_refuses_data_that_are_not_there(ranks: Ranks, tmp_path: Path) -> None:
     flags = [word for word in RUN if word != "--mock-data"]
     run = ranks.train([*flags, "--data-path", str(tmp_path / "none")], 2, timeout=QUICK_SECONDS)

@@ -2,6 +2,7 @@
 """Training on real text: prepared, blended, read by workers, resumed over epochs, and refused when it is broken."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,3 +105,10 @@ def test_every_rank_refuses_broken_data(fault: str, corpus: Corpus, ranks: Ranks
     assert run.returncodes == [2, 2], run.tail
     assert run.output.count(f"error: --data-path {prefix}") == 2, run.tail
     assert "Traceback" not in run.output
+
+
+def test_a_schedule_of_batch_sizes_counts_clean_tokens(ranks: Ranks) -> None:
+    flags = without([*TIED, *NEMOTRON, *CSBP2, *iterations(4)], "--global-batch-size")
+    # The samples have 64 tokens: the batch grows after 4 samples.
+    run = ranks.train([*flags, "--step-batch-size-schedule", "0:2 256:4"], 2).check()
+    assert re.findall(r"global batch size: +(\d+)", run.output) == ["2", "2", "4", "4"]

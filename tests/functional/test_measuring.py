@@ -150,3 +150,13 @@ def test_tensorboard_shows_exposed_communication_and_the_logged_rates(
     # Megatron leaves out timers that are 0 on all ranks.
     assert list(exposed) == ([] if name == "one rank" else list(range(1, ITERATIONS + 1)))
     assert all(0 < seconds < 60 for seconds in exposed.values())
+
+
+def test_a_run_that_only_evaluates_has_a_ledger_of_it(ranks: Ranks, tmp_path: Path) -> None:
+    flags = [*MODEL, *words("--context-parallel-size 2 --bp-size 2 --skip-train --eval-micro-batch-size 2")]
+    flags += [*iterations(ITERATIONS, evaluate=True), "--csbp-ledger", str(tmp_path / "bytes.jsonl")]
+    output = ranks.train(flags, 2).check().output
+    assert "measured and closed form agree exactly" in output
+    lines = [json.loads(line) for line in (tmp_path / "bytes.rank1.jsonl").read_text().splitlines()]
+    assert {line["phase"] for line in lines} == {"evaluate"}
+    assert sum(line["remote_bytes"] for line in lines) == 4 * 2 * UNIT * sum(line["forward_steps"] for line in lines)

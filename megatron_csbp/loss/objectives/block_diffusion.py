@@ -36,6 +36,8 @@ class BlockDiffusionObjective(Objective):
 
     name: ClassVar[str] = "block-diffusion"
     default_clean_attention: ClassVar[CleanAttention] = CleanAttention.BLOCK_CAUSAL
+    default_diffusion_loss_weight: ClassVar[float] = 1.0
+    default_ar_loss_weight: ClassVar[float] = 0.0
     excludes_mask_logit: ClassVar[bool] = True
     loss_on_clean_rows = False
 

@@ -121,6 +121,8 @@ class Objective(ABC):
     Attributes:
         name: value of `--diffusion-objective`.
         default_clean_attention: the clean mask the objective was published with.
+        default_diffusion_loss_weight: weight of the diffusion term, unless a flag gives another.
+        default_ar_loss_weight: weight of the autoregressive term; 0 for none.
         excludes_mask_logit: whether the mask token is taken out of the softmax.
         loss_on_clean_rows: whether any clean row can carry loss, so that its logits are needed.
         config: what the flags say.
@@ -129,6 +131,8 @@ class Objective(ABC):
 
     name: ClassVar[str]
     default_clean_attention: ClassVar[CleanAttention]
+    default_diffusion_loss_weight: ClassVar[float]
+    default_ar_loss_weight: ClassVar[float]
     excludes_mask_logit: ClassVar[bool]
     loss_on_clean_rows: bool
 

@@ -30,9 +30,6 @@ from megatron_csbp.loss.objectives.interface import (
 from megatron_csbp.transformer.attention_plan import CleanAttention
 from megatron_csbp.transformer.layout import SequenceLayout
 
-DEFAULT_DIFFUSION_LOSS_WEIGHT = 0.3
-DEFAULT_AR_LOSS_WEIGHT = 1.0
-
 
 class NemotronObjective(Objective):
     """NVIDIA's joint diffusion and autoregressive loss.
@@ -47,6 +44,8 @@ class NemotronObjective(Objective):
 
     name: ClassVar[str] = "nemotron"
     default_clean_attention: ClassVar[CleanAttention] = CleanAttention.TOKEN_CAUSAL
+    default_diffusion_loss_weight: ClassVar[float] = 0.3
+    default_ar_loss_weight: ClassVar[float] = 1.0
     excludes_mask_logit: ClassVar[bool] = False
 
     def __init__(self, config: ObjectiveConfig) -> None:
@@ -57,14 +56,15 @@ class NemotronObjective(Objective):
                 "log-linear only. Use --noise-schedule log-linear, or --diffusion-objective block-diffusion."
             )
         diffusion, ar = config.diffusion_loss_weight, config.ar_loss_weight
-        self.diffusion_loss_weight = DEFAULT_DIFFUSION_LOSS_WEIGHT if diffusion is None else diffusion
-        self.ar_loss_weight = DEFAULT_AR_LOSS_WEIGHT if ar is None else ar
+        self.diffusion_loss_weight = self.default_diffusion_loss_weight if diffusion is None else diffusion
+        self.ar_loss_weight = self.default_ar_loss_weight if ar is None else ar
         if not 0.0 < self.diffusion_loss_weight < math.inf:
             raise ValueError(
-                f"--diffusion-loss-weight {diffusion} must be a number above 0. Use {DEFAULT_DIFFUSION_LOSS_WEIGHT}."
+                f"--diffusion-loss-weight {diffusion} must be a number above 0. "
+                f"Use {self.default_diffusion_loss_weight}."
             )
         if not 0.0 <= self.ar_loss_weight < math.inf:
-            raise ValueError(f"--ar-loss-weight {ar} must be a number, 0 or more. Use {DEFAULT_AR_LOSS_WEIGHT}.")
+            raise ValueError(f"--ar-loss-weight {ar} must be a number, 0 or more. Use {self.default_ar_loss_weight}.")
         self.loss_on_clean_rows = self.ar_loss_weight > 0.0
 
     def place(self, rows: CleanRows, noise: SampleNoise, layout: SequenceLayout) -> LossRows:

@@ -99,7 +99,13 @@ def test_checkpoint_arguments_of_an_autoregressive_run_keep_their_length(
 ) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
     monkeypatch.setattr(megatron_compat, "load_checkpoint_arguments", lambda *_: Namespace(seq_length=64))
-    args = Namespace(load=str(tmp_path), ckpt_step=None, seq_length=64)
+    args = Namespace(load=str(tmp_path), pretrained_checkpoint=None, ckpt_step=None, seq_length=64)
+    use_checkpoint_length(args)
+    assert args.seq_length == 64
+
+
+def test_checkpoint_arguments_from_pretrained_weights_have_their_length_too(folder: Path) -> None:
+    args = Namespace(load=None, pretrained_checkpoint=str(folder), ckpt_step=None, seq_length=128)
     use_checkpoint_length(args)
     assert args.seq_length == 64
 

@@ -218,13 +218,3 @@ def test_a_rank_that_reads_no_data_gets_none(prefix: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("megatron_csbp.data.datasets.BlendedMegatronDatasetBuilder", NotBuilt)
     assert built(data_path=[prefix]) == (None, None, None)
-
-
-@pytest.mark.parametrize(
-    "flag",
-    ["sft", "fim_data", "reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking"],
-)
-def test_unsupported_data_flags_are_refused_by_name(flag: str) -> None:
-    spelling = "--" + flag.replace("_", "-")
-    with pytest.raises(ValueError, match=f"{spelling} is not supported with block diffusion: .* Leave {spelling} out"):
-        built(mock_data=True, **{flag: True})

@@ -30,6 +30,8 @@ def arguments(iteration: int = 0) -> Namespace:
         kv_channels=8,
         params_dtype=torch.bfloat16,
         micro_batch_size=2,
+        eval_micro_batch_size=None,
+        iteration=0,
         curr_iteration=iteration,
         csbp_head_groups=1,
         csbp_grad_reduce_dtype=None,
@@ -51,6 +53,14 @@ def test_a_training_layer_exchanges_three_times_and_an_evaluating_one_once(schem
             for stream in streams
             for exchange in exchanges
         }
+
+
+def test_evaluation_may_have_a_micro_batch_size_of_its_own() -> None:
+    args = arguments()
+    args.eval_micro_batch_size = 6
+    (volume,) = closed_form(args, plan_of(), 1, training=False).values()
+    assert volume.remote_bytes == 3 * UNIT
+    assert {volume.remote_bytes for volume in closed_form(args, plan_of(), 1, training=True).values()} == {UNIT}
 
 
 def test_heads_are_all_heads_without_groups_and_one_where_ranks_outnumber_them() -> None:

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training objective that the flags describe. Imports nothing of Megatron."""
+
+from argparse import Namespace
+
+from megatron_csbp.loss.objectives import OBJECTIVES, Objective, ObjectiveConfig, build_objective
+from megatron_csbp.transformer.attention_plan import CleanAttention
+
+
+def objective_from_args(args: Namespace) -> Objective:
+    """Return the training objective that the flags describe.
+
+    Raises:
+        ValueError: a flag is out of its range, or does not fit the objective.
+    """
+    return build_objective(
+        ObjectiveConfig(
+            name=args.diffusion_objective,
+            mask_token_id=args.mask_token_id,
+            noise_schedule=args.noise_schedule,
+            noise_eps=args.noise_eps,
+            diffusion_loss_weight=args.diffusion_loss_weight,
+            ar_loss_weight=args.ar_loss_weight,
+        )
+    )
+
+
+def check_objective(args: Namespace) -> None:
+    """The objective takes its flags, and no clean row sees its target."""
+    objective = objective_from_args(args)
+    if objective.loss_on_clean_rows and args.clean_attention == CleanAttention.BLOCK_CAUSAL:
+        weight = objective.default_ar_loss_weight if args.ar_loss_weight is None else args.ar_loss_weight
+        raise ValueError(
+            f"--clean-attention block-causal with --ar-loss-weight {weight}: a clean token would see the next token, "
+            "which the autoregressive loss asks it to predict; use --clean-attention token-causal or --ar-loss-weight "
+            "0."
+        )
+
+
+def fill_objective_defaults(args: Namespace) -> None:
+    """Fill in what the objective trains with where a flag is not given: clean attention and weights of the loss."""
+    objective = OBJECTIVES[args.diffusion_objective]
+    args.clean_attention = args.clean_attention or str(objective.default_clean_attention)
+    if args.diffusion_loss_weight is None:
+        args.diffusion_loss_weight = objective.default_diffusion_loss_weight
+    if args.ar_loss_weight is None:
+        args.ar_loss_weight = objective.default_ar_loss_weight
