@@ -128,7 +128,7 @@ def _memory(result: dict[str, Any]) -> Any:
 
 
 def _training(result: dict[str, Any]) -> Any:
-    """Validation loss against the training clock."""
+    """Validation NELBO against the training clock."""
     figure, axis = plt.subplots(figsize=(5.6, 3.6))
     for run in result["runs"]:
         points = run["validations"]
@@ -137,7 +137,7 @@ def _training(result: dict[str, Any]) -> Any:
             seconds, [point["nelbo"] for point in points], "o-", color=COLORS[run["scheme"]], label=run["scheme"]
         )
     axis.set_xlabel("seconds of training")
-    axis.set_ylabel("validation loss")
+    axis.set_ylabel("validation NELBO")
     axis.grid(visible=True, alpha=0.3)
     axis.legend()
     return figure

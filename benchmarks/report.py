@@ -12,7 +12,7 @@ CAPTIONS = {
     "throughput": "Tokens per second and speed relative to CP against L",
     "step-split": "Step time: computation, exposed and hidden communication",
     "memory": "Bytes saved and peak against L",
-    "training": "Validation loss against training time",
+    "training": "Validation NELBO against training time",
 }
 PLOTS_OF = {"throughput": ("throughput", "step-split"), "memory": ("memory",), "training": ("training",)}
 

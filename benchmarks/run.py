@@ -23,7 +23,7 @@ from benchmarks.parts import PARTS
 from benchmarks.readme import update_readme
 from benchmarks.report import write_report
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,9 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--report", action="store_true", help="Measure nothing: regenerate the report.")
     options = parser.parse_args(argv)
-    if options.quick and options.out is None:
-        parser.error("--quick needs --out, so that its figures do not replace those of a whole run.")
-    folder: Path = options.out or HERE
+    folder: Path = (options.out or HERE).resolve()
+    if options.quick and folder == HERE:
+        parser.error(
+            "--quick needs --out with another folder, so that its figures do not replace those of a whole run."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that parts start: one core a rank

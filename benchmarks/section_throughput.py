@@ -45,7 +45,7 @@ def _links_table(links: list[dict[str, Any]]) -> list[str]:
         limited = link["bytes_per_second"] is not None
         rows.append(
             [
-                link["link"],
+                f"{link['link']} ({link['sweep']})",
                 str(link["ranks"]),
                 f"{link['cluster_bytes_per_second'] / 1e9:.0f} GB/s" if limited else "-",
                 f"{link['core_flops'] / 1e9:.1f} GFLOP/s",
@@ -137,4 +137,9 @@ def _read_growth(rows: list[dict[str, Any]]) -> list[str]:
             lines.append(
                 f"From P = {ranks[0]} to {ranks[-1]} {growth}, CSBP's speed relative to CP {verdict}: {steps}."
             )
+    if any(row["oversubscribed"] for row in rows) and lines:
+        lines.append(
+            "Where ranks share cores, a rank whose neighbour waits for the network computes faster than its link was "
+            "scaled for, so part of this growth is of this machine."
+        )
     return ["", *lines] if lines else []

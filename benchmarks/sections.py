@@ -109,7 +109,13 @@ def attention(result: dict[str, Any]) -> list[str]:
         f"At L = {thousands(longest['sequence_length'])} the tiles of CSBP take {longest['to_flash']:.2f} times as "
         f"long as plain flash attention (target: 1.35), {_met(longest['to_flash'] <= 1.35)}; planning and dispatch "
         f"take {percent(longest['dispatch_share'], 2)} of the attention (target: 5 % of the step), "
-        f"{_met(longest['dispatch_share'] < 0.05)}.",
+        f"{_met(longest['dispatch_share'] < 0.05)}."
+        + (
+            f" At L = {thousands(rows[0]['sequence_length'])}, where there is little to compute, they take "
+            f"{percent(rows[0]['dispatch_share'])}."
+            if len(rows) > 1
+            else ""
+        ),
     ]
 
 
@@ -129,7 +135,9 @@ def training(result: dict[str, Any]) -> list[str]:
             scheme,
             f"{pace[scheme]:.2f}",
             str(reached[scheme]["iterations"]),
-            str(reached[scheme].get("iteration", "-")),
+            f"{reached[scheme]['iteration']}, at {reached[scheme]['seconds']:.0f} s"
+            if "loss" in reached[scheme]
+            else "-",
             *(f"{reached[scheme][name]:.4f}" if name in reached[scheme] else "-" for name in ("loss", "nelbo")),
         ]
         for scheme in runs
@@ -153,7 +161,7 @@ def training(result: dict[str, Any]) -> list[str]:
         better = min(losses, key=lambda scheme: losses[scheme])
         verdict = "Both are equally good" if len(set(losses.values())) == 1 else f"**{better} has the better model**"
         lines.append(
-            f"{verdict} when the time is over: validation loss {losses['CSBP']:.4f} (CSBP) against "
+            f"{verdict} by its last validation within the time: loss {losses['CSBP']:.4f} (CSBP) against "
             f"{losses['CP']:.4f} (CP)."
         )
     return lines

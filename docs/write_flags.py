@@ -7,11 +7,13 @@
 from argparse import Action, ArgumentParser
 
 from megatron_csbp.arguments import add_arguments
+from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 
 HEAD = """# Flags
 
-The flags that this package adds to Megatron's own, as `--help` has them. They work on the command line and in a
-`--yaml-cfg` file. This page is written by `docs/write_flags.py`; a test compares it with the parser.
+The flags that this package adds to Megatron's own, as `--help` has them, and those of Megatron's that it
+[refuses](#refused). They work on the command line and, but for `--device`, in a `--yaml-cfg` file. This page is
+written by `docs/write_flags.py`; a test compares it with the parser.
 
 | flag | default | meaning |
 |---|---|---|"""
@@ -20,7 +22,14 @@ FOOT = """
 `--context-parallel-size` is Megatron's own. Together with `--bp-size` it chooses the scheme:
 [README](../README.md#four-schemes). `--yaml-cfg FILE` reads flags from a YAML file; the command line wins over it
 ([why](adr/0008-yaml-files-give-flags.md)).
-"""
+
+## Refused
+
+Flags of Megatron that a block-diffusion run does not take, with the reason as the message has it. Some are of other
+Megatron versions than 0.19.
+
+| flag | reason | instead |
+|---|---|---|"""
 
 
 def row(action: Action) -> str:
@@ -36,7 +45,8 @@ def page() -> str:
     """Return the whole page."""
     parser = ArgumentParser(add_help=False)
     add_arguments(parser)
-    return "\n".join([HEAD, *(row(action) for action in parser._actions), FOOT])
+    refused = [f"| `{feature.flag}` | {feature.reason} | {feature.instead} |" for feature in UNSUPPORTED]
+    return "\n".join([HEAD, *(row(action) for action in parser._actions), FOOT, *refused, ""])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's GPT model with block-diffusion attention: a config subclass and a builder subclass, nothing patched."""
+"""Megatron's GPT model with block-diffusion attention: a config subclass and a builder subclass."""
 
 import functools
 import inspect

@@ -45,7 +45,14 @@ def throughput(csbp_steps: list[float]) -> dict[str, Any]:
     return {
         "rows": rows,
         "links": [
-            {"link": "NVLink", "ranks": 2, "core_flops": 1e9, "bytes_per_second": 1e6, "cluster_bytes_per_second": 1e9}
+            {
+                "sweep": "NVLink",
+                "link": "NVLink",
+                "ranks": 2,
+                "core_flops": 1e9,
+                "bytes_per_second": 1e6,
+                "cluster_bytes_per_second": 1e9,
+            }
         ],
         "shape": shape | {"block_size": 2, "clean_attention": "block-causal"},
         "h200_attention_flops": 6e14,
