@@ -41,7 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             "--quick needs --out with another folder, so that its figures do not replace those of a whole run."
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out} cannot be a folder to write to ({error}).")
+    if options.report and not (folder / "results.json").exists():
+        parser.error(f"--report: {folder} has no results.json; measure first.")
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that parts start: one core a rank
     results = _previous(folder) if options.only or options.report else {"parts": {}}

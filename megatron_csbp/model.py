@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
 
-from megatron_csbp import megatron_compat
+from megatron_csbp import megatron_compat, megatron_start
 from megatron_csbp.parallel_state_ext import (
     block_parallel_is_initialized,
     destroy_block_parallel,
@@ -62,11 +62,15 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
     def build_distributed_models(
         self, pg_collection: ProcessGroupCollection, *args: Any, **kwargs: Any
     ) -> list[GPTModel]:
-        """Name the block-parallel group, then build and wrap the stages; see `GPTModelBuilder`."""
+        """Name the block-parallel group, then build and wrap the stages; see `GPTModelBuilder`.
+
+        Weights start the same whatever the size of the context group.
+        """
         divides_blocks = self._settings.scheme in (Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
         if block_parallel_is_initialized():
             destroy_block_parallel()  # of an earlier model in this process
         initialize_block_parallel(pg_collection.cp.size() if divides_blocks else 1)
+        megatron_start.restart_default_generator()
         models: list[GPTModel] = super().build_distributed_models(pg_collection, *args, **kwargs)
         return models
 

@@ -208,8 +208,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if min(options.bp_size) < 2:
         parser.error(f"--bp-size {min(options.bp_size)} must be at least 2; one rank exchanges nothing.")
-    if options.json and not Path(options.json).resolve().parent.is_dir():
-        parser.error(f"--json {options.json} names a folder that does not exist; make it first.")
+    if options.json and (Path(options.json).is_dir() or not Path(options.json).resolve().parent.is_dir()):
+        parser.error(f"--json {options.json} is a folder, or in one that does not exist; name a file.")
     try:
         rows = plan_rows(
             options.model,

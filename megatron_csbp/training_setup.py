@@ -13,7 +13,7 @@ from typing import Any
 # Bound here, before `launch` rebinds the name in its module.
 from megatron.training.argument_utils import gpt_config_from_args
 
-from megatron_csbp import arguments, megatron_compat
+from megatron_csbp import arguments, megatron_compat, megatron_start
 from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import check_resume, use_checkpoint_length
@@ -83,7 +83,7 @@ def parse_and_validate_args(
 
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, before, after)
     if arguments.is_block_diffusion(args):
-        check_vocabulary(args)
+        check_vocabulary(args, megatron_start.eod_token_id())
         layout = arguments.sequence_layout(args, rank=0)
         fill_head_groups(args, AttentionPlan(layout, CleanAttention(args.clean_attention)))
         fill_loss_chunk_rows(args)

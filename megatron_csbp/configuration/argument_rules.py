@@ -7,9 +7,9 @@ that works.
 
 import re
 from argparse import Namespace
-from pathlib import Path
 
-from megatron_csbp.configuration.model_rules import check_heads, check_recompute_modules, check_world_size
+from megatron_csbp.configuration.file_rules import check_folders, check_ledger, check_tokenizer_folder
+from megatron_csbp.configuration.model_rules import check_heads, check_recomputation, check_world_size
 from megatron_csbp.configuration.objective_flags import check_objective
 from megatron_csbp.configuration.performance_arguments import check_head_groups, check_loss_chunk_rows
 from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
@@ -51,7 +51,7 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
         check_scheme,
         check_world_size,
         check_heads,
-        check_recompute_modules,
+        check_recomputation,
         check_length,
         check_sequence_parallel_rows,
         check_mask_token,
@@ -62,6 +62,8 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
         check_replicated_router,
         check_head_groups,
         check_loss_chunk_rows,
+        check_evaluation_interval,
+        check_folders,
         check_ledger,
         check_tokenizer_folder,
     ):
@@ -172,6 +174,15 @@ def check_full_validation(args: Namespace) -> None:
         )
 
 
+def check_evaluation_interval(args: Namespace) -> None:
+    """Megatron divides by `--eval-interval`, also where nothing is evaluated."""
+    if args.eval_interval is None and not args.full_validation and not args.skip_train:
+        raise ValueError(
+            "--eval-interval is not given: Megatron counts evaluations by it, also with --eval-iters 0; for example "
+            "--eval-interval 1000."
+        )
+
+
 def _shares_a_test_set(args: Namespace) -> bool:
     """Whether `--split` gives a test set a share (its default does)."""
     uses_split = args.data_path is not None or args.data_args_path is not None
@@ -205,32 +216,6 @@ def check_replicated_router(args: Namespace) -> None:
             )
 
 
-def check_ledger(args: Namespace) -> None:
-    """The ledger's folder exists: it is opened before training, and nobody makes folders unasked."""
-    if args.csbp_ledger is None:
-        return
-    path = Path(args.csbp_ledger)
-    if path.is_dir():
-        raise ValueError(
-            f"--csbp-ledger {path} is a folder; name a file in it, for example --csbp-ledger {path / 'bytes.jsonl'}."
-        )
-    if not path.parent.is_dir():
-        raise ValueError(
-            f"--csbp-ledger {path} names a folder that does not exist; make {path.parent}, or write into the working "
-            f"directory with --csbp-ledger {path.name}."
-        )
-
-
-def check_tokenizer_folder(args: Namespace) -> None:
-    """A Hugging Face tokenizer is named by its folder, not by the file in it."""
-    path = Path(args.tokenizer_model or "")
-    if args.tokenizer_type == "HuggingFaceTokenizer" and path.is_file():
-        raise ValueError(
-            f"--tokenizer-model {path} is a file, and a HuggingFaceTokenizer is loaded from a folder with "
-            f"tokenizer.json and tokenizer_config.json; use --tokenizer-model {path.parent}."
-        )
-
-
 def check_unsupported(args: Namespace) -> None:
     """Refuse by name what would be dropped or computed wrongly."""
     for feature in UNSUPPORTED:
@@ -243,8 +228,13 @@ def check_unsupported(args: Namespace) -> None:
             )
 
 
-def check_vocabulary(args: Namespace) -> None:
-    """The mask id lies in the padded vocabulary. Call once the tokenizer is built."""
+def check_vocabulary(args: Namespace, eod_token_id: int | None = None) -> None:
+    """The mask id lies in the padded vocabulary and is not the end of a document. Call once the tokenizer is built."""
+    if args.mask_token_id == eod_token_id:
+        raise ValueError(
+            f"--mask-token-id {args.mask_token_id} is the tokenizer's end of a document, which is data; use an id "
+            "that the tokenizer never produces, also one in the padding of the vocabulary."
+        )
     size = args.padded_vocab_size
     if size is not None and args.mask_token_id >= size:
         raise ValueError(

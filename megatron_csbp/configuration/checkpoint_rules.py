@@ -18,17 +18,27 @@ _FIXED = (
     "clean_seq_length",
     "eod_mask_loss",
     "seed",
+    "rotary_base",
+    "rotary_percent",
 )
 _MODEL = (
     "num_layers",
     "hidden_size",
+    "swiglu",
     "ffn_hidden_size",
     "num_attention_heads",
     "num_query_groups",
     "kv_channels",
     "padded_vocab_size",
     "position_embedding_type",
+    "normalization",
+    "qk_layernorm",
+    "add_bias_linear",
+    "untie_embeddings_and_output_weights",
+    "num_experts",
 )
+_OPTIMIZER = ("bf16", "fp16", "use_distributed_optimizer", "lr")
+_FLAGS = {"clean_seq_length": "--seq-length", "add_bias_linear": "the opposite of --disable-bias-linear"}
 
 
 def check_resume(args: Namespace) -> None:
@@ -38,18 +48,21 @@ def check_resume(args: Namespace) -> None:
     block-diffusion arguments: both may differ. The model's sizes may not, in either case.
 
     Raises:
-        ValueError: block size, mask id, objective, schedule or another argument of `_FIXED` differs.
+        ValueError: block size, mask id, objective, schedule or another argument of `_FIXED` differs, or one of the
+            model or of the optimizer.
     """
     saved = _saved_arguments(args, args.load)
     if saved is None:
         return
     for name in _MODEL:
-        before, now = getattr(saved, name, None), getattr(args, name, None)
+        before, now = _model_value(saved, name), _model_value(args, name)
         if before is not None and now is not None and before != now:
             raise ValueError(
-                f"--{name.replace('_', '-')} {now} differs from {before} in the checkpoint that --load {args.load} "
-                f"names: its weights do not fit. Use --{name.replace('_', '-')} {before}."
+                f"{_flag(name)} {now} differs from {before} in the checkpoint that --load {args.load} names: its "
+                f"weights do not fit. Use {_flag(name)} {before}."
             )
+    if not args.finetune and not args.no_load_optim and not getattr(saved, "no_save_optim", None):
+        _check_optimizer(args, saved)
     if args.finetune or getattr(saved, "diffusion_block_size", None) is None:
         return
     if args.diffusion_block_size is None:
@@ -61,11 +74,36 @@ def check_resume(args: Namespace) -> None:
     for name in _FIXED:
         before, now = getattr(saved, name, None), getattr(args, name)
         if before != now:
-            flag = "--seq-length" if name == "clean_seq_length" else f"--{name.replace('_', '-')}"
+            flag = _flag(name)
             raise ValueError(
                 f"{flag} {now} differs from {before} in the checkpoint that --load {args.load} resumes: a run keeps "
                 f"its noise and its loss. Use {flag} {before}, or --finetune to start a new run from these weights."
             )
+
+
+def _check_optimizer(args: Namespace, saved: Namespace) -> None:
+    """Check that the optimizer's state can be found again: Megatron looks it up by all of these."""
+    for name in _OPTIMIZER:
+        before, now = getattr(saved, name, None), getattr(args, name)
+        if hasattr(saved, name) and before != now:
+            raise ValueError(
+                f"{_flag(name)} {now} differs from {before} in the checkpoint that --load {args.load} resumes: its "
+                f"optimizer state does not fit. Use {_flag(name)} {before}, or --no-load-optim to start the optimizer "
+                "anew."
+            )
+
+
+def _model_value(args: Namespace, name: str) -> object:
+    """Return an argument of the model as it takes effect; None if it is not known."""
+    if name == "num_query_groups" and not getattr(args, "group_query_attention", True):
+        return getattr(args, "num_attention_heads", None)  # Megatron fills it in so, but only later in a run
+    if name == "num_experts" and hasattr(args, name):
+        return args.num_experts or 0
+    return getattr(args, name, None)
+
+
+def _flag(name: str) -> str:
+    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 def use_checkpoint_length(args: Namespace) -> None:
@@ -80,7 +118,14 @@ def _saved_arguments(args: Namespace, folder: str | None) -> Namespace | None:
     if folder is None:
         return None
     iteration = args.ckpt_step if args.ckpt_step is not None else latest_iteration(Path(folder))
-    return None if iteration is None else megatron_compat.load_checkpoint_arguments(Path(folder), iteration)
+    if iteration is None:
+        return None
+    if args.ckpt_step is not None and not (Path(folder) / f"iter_{iteration:07d}").is_dir():
+        raise ValueError(
+            f"--ckpt-step {iteration}: {folder} has no checkpoint of that iteration; its latest is "
+            f"{latest_iteration(Path(folder))}."
+        )
+    return megatron_compat.load_checkpoint_arguments(Path(folder), iteration)
 
 
 def latest_iteration(folder: Path) -> int | None:

@@ -54,7 +54,7 @@ def set_defaults_from_yaml(parser: ArgumentParser, path: Path) -> set[str]:
     try:
         document = yaml.load(path.read_text(), Loader=_UniqueKeyLoader)
     except (OSError, yaml.YAMLError) as error:
-        parser.error(f"--yaml-cfg {path}: {error}")
+        parser.error(f"--yaml-cfg {path}: {' '.join(str(error).split())}")
     if not isinstance(document, dict):
         parser.error(f"--yaml-cfg {path}: must hold `flag-name: value` lines, for example `context-parallel-size: 2`.")
     actions = {action.dest: action for action in parser._actions}

@@ -47,13 +47,23 @@ def check_heads(args: Namespace) -> None:
         )
 
 
-def check_recompute_modules(args: Namespace) -> None:
-    """Megatron 0.19 recomputes some modules with the help of Transformer Engine, whatever `--transformer-impl` is."""
-    needing = sorted({"layernorm", "moe_act"} & set(args.recompute_modules or ()))
-    if args.recompute_granularity != "selective" or not needing:
-        return
-    if importlib.util.find_spec("transformer_engine") is None:
+def check_recomputation(args: Namespace) -> None:
+    """Recomputation that is described in full, and that Megatron 0.19 can do."""
+    if args.recompute_granularity == "full" and args.recompute_method is None:
+        raise ValueError(
+            "--recompute-granularity full needs --recompute-method; for example --recompute-method uniform "
+            "--recompute-num-layers 1."
+        )
+    modules = set(args.recompute_modules or ()) if args.recompute_granularity == "selective" else set()
+    # Whatever --transformer-impl is.
+    needing = sorted({"layernorm", "moe_act"} & modules)
+    if needing and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
             f"--recompute-modules {' '.join(needing)} needs Transformer Engine, which is not installed (a CPU run "
             "hides it); use --recompute-modules core_attn mlp, or --recompute-granularity full."
+        )
+    if "mlp" in modules and args.add_bias_linear:
+        raise ValueError(
+            "--recompute-modules mlp hangs in the backward pass of Megatron 0.19 where the linear layers have biases; "
+            "use --disable-bias-linear, or --recompute-modules core_attn."
         )

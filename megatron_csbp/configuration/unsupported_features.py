@@ -48,6 +48,7 @@ UNSUPPORTED = (
     Unsupported("cuda_graph_impl", _GRAPHS, "use --cuda-graph-impl none", _one_of(None, "none")),
     Unsupported("enable_cuda_graph", _GRAPHS),
     Unsupported("external_cuda_graph", _GRAPHS),
+    Unsupported("rampup_batch_size", "Megatron 0.19 ignores it", "use --step-batch-size-schedule"),
     Unsupported("iterations_to_skip", _SKIPPED),
     Unsupported("result_rejected_tracker_filename", f"it skips iterations, and {_SKIPPED}"),
     Unsupported(

@@ -57,9 +57,9 @@ class DualEndSampler:
     of the stock sample exactly: tokens, labels and loss mask, with padding and `--eod-mask-loss`.
 
     Which samples make up a batch is not decided here: that stays with Megatron's `build_pretraining_data_loader` and
-    its samplers. Hence consumed samples, epochs, batch-size rampup and resuming are Megatron's own, and the global
-    batch is the same whatever P is: data parallelism does not count the context group, so all its ranks ask for the
-    same sample indices.
+    its samplers. Hence consumed samples, epochs, schedules of batch sizes and resuming are Megatron's own, and the
+    global batch is the same whatever P is: data parallelism does not count the context group, so all its ranks ask for
+    the same sample indices.
 
     Args:
         dataset: Megatron's GPTDataset, MockGPTDataset, or BlendedDataset of them, with L tokens a sample.

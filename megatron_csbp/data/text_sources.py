@@ -87,7 +87,12 @@ def _text_of(line: str, json_key: str, place: str) -> str:
         raise ValueError(
             f"--input file {place} is not JSON ({error.msg}). Each line must be one JSON object."
         ) from error
-    if not isinstance(record, dict) or not isinstance(record.get(json_key), str):
+    if isinstance(record, dict) and json_key in record and not isinstance(record[json_key], str):
+        raise ValueError(
+            f"--json-key {json_key}: --input file {place} has {type(record[json_key]).__name__} under that key, and "
+            "text is needed."
+        )
+    if not isinstance(record, dict) or json_key not in record:
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise ValueError(
             f"--json-key {json_key}: --input file {place} has no text under that key (it has: {keys}). Name the key "

@@ -31,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: command line; that of the process by default.
     """
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if Path(args.json).is_dir() or not Path(args.json).resolve().parent.is_dir():
+        parser.error(f"--json {args.json} is a folder, or in one that does not exist; name a file.")
     if args.device == "cuda" and not torch.cuda.is_available():
         print(
             f"megatron_csbp.gpu_check: no CUDA device (torch {torch.__version__}, built for CUDA "

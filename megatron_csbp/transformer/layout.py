@@ -229,7 +229,7 @@ def required_multiple(block_size: int, group_size: int) -> int:
 def length_error(sequence_length: int, block_size: int, group_size: int) -> str:
     """Return the message for a length that does not divide, with the multiple that is needed and lengths that work."""
     multiple = required_multiple(block_size, group_size)
-    below = sequence_length // multiple * multiple
+    below = max(0, sequence_length) // multiple * multiple
     works = " or ".join(str(length) for length in (below, below + multiple) if length > 0)
     rule = f"the diffusion block size {block_size}"
     if group_size > 1:

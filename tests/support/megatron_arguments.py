@@ -9,7 +9,9 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_csbp.arguments import add_arguments
 from megatron_csbp.configuration.config_file import flags_given
 
-VALID = "--seq-length 64 --position-embedding-type rope --diffusion-block-size 8 --mask-token-id 190"
+VALID = (
+    "--seq-length 64 --position-embedding-type rope --diffusion-block-size 8 --mask-token-id 190 --eval-interval 10"
+)
 """A block-diffusion run on one rank, as far as the rules see it."""
 
 

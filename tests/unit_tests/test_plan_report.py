@@ -71,7 +71,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     [
         ("--seq-length 1000 --bp-size 8", "--seq-length 1000 must be a multiple of"),
         ("--bp-size 1", "--bp-size 1 must be at least 2"),
-        ("--json nowhere/rows.json", "--json nowhere/rows.json names a folder that does not exist"),
+        ("--json nowhere/rows.json", "--json nowhere/rows.json is a folder, or in one that does not exist"),
     ],
 )
 def test_the_command_refuses_what_cannot_be_planned(

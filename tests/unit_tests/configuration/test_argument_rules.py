@@ -90,6 +90,21 @@ REFUSED = {
         "make nowhere",
         "--csbp-ledger bytes.jsonl",
     ),
+    "full recomputation without a method": (
+        "--recompute-granularity full",
+        "--recompute-granularity full needs --recompute-method",
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
+    "a recomputed MLP with biases": (
+        "--recompute-granularity selective --recompute-modules mlp",
+        "--recompute-modules mlp hangs",
+        "use --disable-bias-linear",
+    ),
+    "a checkpoint folder that is a file": (
+        f"--save {__file__}",
+        f"--save {__file__} is a file and has to be a folder",
+        f"for example --save {Path(__file__).parent / 'save'}",
+    ),
     "a ledger that is a folder": (
         "--csbp-ledger .",
         "--csbp-ledger . is a folder",
@@ -200,6 +215,13 @@ def test_refuses(case: str) -> None:
     assert [part for part in said if part not in message] == []
 
 
+def test_refuses_a_run_without_an_interval_of_evaluation() -> None:
+    without = VALID.replace(" --eval-interval 10", "")
+    assert refusal("--eval-iters 0", without).startswith("--eval-interval is not given")
+    check(f"{without} --skip-train")
+    check(f"{without} --full-validation --multiple-validation-sets --split 99,1,0")
+
+
 def test_refuses_fewer_ranks_than_the_sizes_need() -> None:
     args, given = parse(f"{VALID} --bp-size 2 --context-parallel-size 2 --tensor-model-parallel-size 2")
     args.world_size = 6
@@ -297,6 +319,7 @@ ASKED_FOR = {
     "cuda_graph_impl": "--cuda-graph-impl local",
     "enable_cuda_graph": "--enable-cuda-graph",
     "external_cuda_graph": "--external-cuda-graph",
+    "rampup_batch_size": "--rampup-batch-size 2 2 300",
     "iterations_to_skip": "--iterations-to-skip 3 4",
     "result_rejected_tracker_filename": "--result-rejected-tracker-filename rejected.txt",
     "dataloader_type": "--dataloader-type external",
@@ -391,6 +414,14 @@ def test_refuses_a_mask_id_outside_the_padded_vocabulary() -> None:
         check_vocabulary(args)
 
 
+def test_refuses_the_end_of_a_document_as_mask_id() -> None:
+    args, _ = parse(f"{VALID} --mask-token-id 0")
+    args.padded_vocab_size = 192
+    check_vocabulary(args, eod_token_id=1)
+    with pytest.raises(ValueError, match="--mask-token-id 0 is the tokenizer's end of a document"):
+        check_vocabulary(args, eod_token_id=0)
+
+
 def test_accepts_a_mask_id_in_the_padding_of_the_vocabulary() -> None:
     args, _ = parse(f"{VALID} --mask-token-id 191")
     args.padded_vocab_size = 192
@@ -404,6 +435,6 @@ def test_modules_that_megatron_recomputes_by_transformer_engine_are_refused_with
     flags = f"--recompute-granularity selective --recompute-modules core_attn {module}"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert refusal(flags).startswith(f"--recompute-modules {module} needs Transformer Engine, which is not installed")
-    check(f"{VALID} --recompute-granularity selective --recompute-modules core_attn mlp")
+    check(f"{VALID} --recompute-granularity selective --recompute-modules core_attn mlp --disable-bias-linear")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     check(f"{VALID} {flags}")

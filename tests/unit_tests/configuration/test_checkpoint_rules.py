@@ -22,6 +22,8 @@ SAVED = {
     "clean_seq_length": 64,
     "eod_mask_loss": False,
     "seed": 7,
+    "rotary_base": 10_000,
+    "rotary_percent": 1.0,
 }
 OTHER = {
     "diffusion_block_size": 16,
@@ -35,7 +37,28 @@ OTHER = {
     "clean_seq_length": 128,
     "eod_mask_loss": True,
     "seed": 8,
+    "rotary_base": 500_000,
+    "rotary_percent": 0.5,
 }
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "swiglu": True,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "group_query_attention": True,
+    "kv_channels": 16,
+    "padded_vocab_size": 192,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "qk_layernorm": False,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": False,
+    "num_experts": None,
+}
+OPTIMIZER = {"bf16": False, "fp16": False, "use_distributed_optimizer": False, "lr": 1e-3}
+RUN = SAVED | MODEL | OPTIMIZER | {"no_save_optim": None}
 
 
 @pytest.fixture
@@ -45,14 +68,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def load(asked: Path, iteration: int) -> Namespace | None:
         assert (asked, iteration) == (tmp_path, 10)
-        return Namespace(**SAVED)
+        return Namespace(**RUN)
 
     monkeypatch.setattr(megatron_compat, "load_checkpoint_arguments", load)
     return tmp_path
 
 
 def resume(folder: Path, **changes: Any) -> None:
-    check_resume(Namespace(**SAVED | {"load": str(folder), "finetune": False, "ckpt_step": None} | changes))
+    given = {"load": str(folder), "finetune": False, "ckpt_step": None, "no_load_optim": None}
+    check_resume(Namespace(**RUN | given | changes))
 
 
 def test_the_same_run_resumes(folder: Path) -> None:
@@ -70,11 +94,58 @@ def test_another_value_is_refused(folder: Path, name: str) -> None:
     assert f"Use {flag} {SAVED[name]}, or --finetune" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "name, value, flag",
+    [
+        ("hidden_size", 128, "--hidden-size 128 differs from 64"),
+        ("swiglu", False, "--swiglu False differs from True"),
+        ("add_bias_linear", True, "the opposite of --disable-bias-linear True differs from False"),
+        ("num_experts", 4, "--num-experts 4 differs from 0"),
+        ("normalization", "LayerNorm", "--normalization LayerNorm differs from RMSNorm"),
+    ],
+)
+@pytest.mark.parametrize("finetune", [False, True])
+def test_another_model_is_refused_also_for_a_new_run(
+    folder: Path, name: str, value: object, flag: str, finetune: bool
+) -> None:
+    with pytest.raises(ValueError, match=f"^{flag} in the checkpoint .*its weights do not fit"):
+        resume(folder, finetune=finetune, **{name: value})
+
+
+def test_heads_without_groups_are_compared_as_megatron_fills_them_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron writes the number of heads over `num_query_groups` in the course of a run, and saves that."""
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    multi_head = RUN | {"group_query_attention": False}
+    monkeypatch.setattr(
+        megatron_compat, "load_checkpoint_arguments", lambda *_: Namespace(**multi_head | {"num_query_groups": 4})
+    )
+    resume(tmp_path, group_query_attention=False, num_query_groups=1)
+    with pytest.raises(ValueError, match="--num-query-groups 2 differs from 4"):
+        resume(tmp_path, num_query_groups=2)
+
+
+@pytest.mark.parametrize("name, value", [("bf16", True), ("use_distributed_optimizer", True), ("lr", 2e-3)])
+def test_an_optimizer_whose_state_would_not_be_found_is_refused(folder: Path, name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=r"its optimizer state does not fit. Use --.*, or --no-load-optim"):
+        resume(folder, **{name: value})
+    resume(folder, no_load_optim=True, **{name: value})
+    resume(folder, finetune=True, **{name: value})
+
+
+def test_a_chosen_iteration_has_to_be_there(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    with pytest.raises(ValueError, match=r"--ckpt-step 7: .* has no checkpoint of that iteration; its latest is 20"):
+        resume(tmp_path, ckpt_step=7)
+
+
 def test_a_new_run_from_old_weights_may_differ(folder: Path) -> None:
     resume(folder, finetune=True, diffusion_block_size=16)
 
 
 def test_a_chosen_iteration_is_compared(folder: Path) -> None:
+    (folder / "iter_0000010").mkdir()
     (folder / "latest_checkpointed_iteration.txt").write_text("20")
     resume(folder, ckpt_step=10)
     with pytest.raises(ValueError, match="--seed 8 differs from 7"):
@@ -112,7 +183,7 @@ def test_checkpoint_arguments_from_pretrained_weights_have_their_length_too(fold
 
 def test_nothing_to_resume_is_no_error(tmp_path: Path) -> None:
     resume(tmp_path)
-    check_resume(Namespace(**SAVED, load=None, finetune=False, ckpt_step=None))
+    check_resume(Namespace(**RUN, load=None, finetune=False, ckpt_step=None))
 
 
 @pytest.mark.parametrize("text, iteration", [("10", 10), ("10\n", 10), ("release", None), ("", None)])
