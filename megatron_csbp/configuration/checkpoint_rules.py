@@ -38,7 +38,7 @@ _MODEL = (
     "num_experts",
 )
 _OPTIMIZER = ("bf16", "fp16", "use_distributed_optimizer", "lr")
-_FLAGS = {"clean_seq_length": "--seq-length", "add_bias_linear": "the opposite of --disable-bias-linear"}
+_FLAGS = {"clean_seq_length": "--seq-length", "add_bias_linear": "--disable-bias-linear"}
 
 
 def check_resume(args: Namespace) -> None:
@@ -57,9 +57,9 @@ def check_resume(args: Namespace) -> None:
     for name in _MODEL:
         before, now = _model_value(saved, name), _model_value(args, name)
         if before is not None and now is not None and before != now:
+            differs, use = _in_words(name, before, now)
             raise ValueError(
-                f"{_flag(name)} {now} differs from {before} in the checkpoint that --load {args.load} names: its "
-                f"weights do not fit. Use {_flag(name)} {before}."
+                f"{differs} in the checkpoint that --load {args.load} names: its weights do not fit. {use}."
             )
     if not args.finetune and not args.no_load_optim and not getattr(saved, "no_save_optim", None):
         _check_optimizer(args, saved)
@@ -74,10 +74,10 @@ def check_resume(args: Namespace) -> None:
     for name in _FIXED:
         before, now = getattr(saved, name, None), getattr(args, name)
         if before != now:
-            flag = _flag(name)
+            differs, use = _in_words(name, before, now)
             raise ValueError(
-                f"{flag} {now} differs from {before} in the checkpoint that --load {args.load} resumes: a run keeps "
-                f"its noise and its loss. Use {flag} {before}, or --finetune to start a new run from these weights."
+                f"{differs} in the checkpoint that --load {args.load} resumes: a run keeps its noise and its loss. "
+                f"{use}, or --finetune to start a new run from these weights."
             )
 
 
@@ -86,10 +86,10 @@ def _check_optimizer(args: Namespace, saved: Namespace) -> None:
     for name in _OPTIMIZER:
         before, now = getattr(saved, name, None), getattr(args, name)
         if hasattr(saved, name) and before != now:
+            differs, use = _in_words(name, before, now)
             raise ValueError(
-                f"{_flag(name)} {now} differs from {before} in the checkpoint that --load {args.load} resumes: its "
-                f"optimizer state does not fit. Use {_flag(name)} {before}, or --no-load-optim to start the optimizer "
-                "anew."
+                f"{differs} in the checkpoint that --load {args.load} resumes: its optimizer state does not fit. "
+                f"{use}, or --no-load-optim to start the optimizer anew."
             )
 
 
@@ -102,8 +102,14 @@ def _model_value(args: Namespace, name: str) -> object:
     return getattr(args, name, None)
 
 
-def _flag(name: str) -> str:
-    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
+def _in_words(name: str, before: object, now: object) -> tuple[str, str]:
+    """Say how an argument differs from a checkpoint's, and what to use."""
+    flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+    if not isinstance(now, bool):
+        return f"{flag} {now} differs from {before}", f"Use {flag} {before}"
+    given = now != (name == "add_bias_linear")  # --disable-bias-linear says the opposite
+    differs = f"{flag} is given and was not" if given else f"{flag} is not given and was"
+    return differs, f"{'Leave out' if given else 'Add'} {flag}"
 
 
 def use_checkpoint_length(args: Namespace) -> None:

@@ -147,3 +147,13 @@ def test_weights_pass_between_autoregressive_and_block_diffusion_runs(ranks: Ran
         handed_on = load_parameters(tmp_path / name, 1)
         assert handed_on.keys() == first.keys()
         assert [key for key, tensor in handed_on.items() if not tensor.equal(first[key])] == []
+
+
+def test_a_model_without_grouped_heads_resumes_with_its_own_flags(ranks: Ranks, tmp_path: Path) -> None:
+    """Megatron saves another number of query groups than the flags say."""
+    flags = [word for word in FP32 if word != "--group-query-attention"]
+    del flags[flags.index("--num-query-groups") : flags.index("--num-query-groups") + 2]
+    flags += [*CSBP2, *iterations(4)]
+    whole = ranks.train([*flags, "--save", str(tmp_path), "--save-interval", "2"], 2).check()
+    again = ranks.train([*flags, "--load", str(tmp_path), "--ckpt-step", "2"], 2).check()
+    assert again.grad_norms == whole.grad_norms[2:]

@@ -29,7 +29,7 @@ def test_no_symbol_is_named_twice() -> None:
 def test_every_symbol_that_is_touched_is_in_the_table(file: str) -> None:
     known = {symbol.name for symbol in REQUIRED_SYMBOLS}
     touched = set(touched_symbols(PACKAGE / file))
-    assert len(touched) > 5, "the search found nothing to check"
+    assert len(touched) > 3, "the search found nothing to check"
     assert {name for name in touched if name not in known} == set()
 
 
