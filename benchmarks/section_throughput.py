@@ -15,7 +15,9 @@ def throughput(result: dict[str, Any]) -> list[str]:
         f"{shape['num_key_value_heads']} key/value heads of {shape['head_dim']}, MLP {shape['ffn']}, block "
         f"{shape['block_size']}, {shape['clean_attention']} clean attention, fp32) around the real attention, driven "
         "directly: no embedding, vocabulary, optimizer or reduction of weight gradients. One rank a core, pinned. A "
-        "step is one forward and one backward pass of one sequence; its time is that of the slowest rank.",
+        "step is one forward and one backward pass of one sequence; its time is that of the slowest rank. CP sends "
+        "the corrupted copy as well, and waits for it last, since nothing reads it; context parallelism that does not "
+        "know the mask would need it before its first tile.",
         "",
         "Links are slowed with `tc tbf` so that a core stands to its link as an H200 to its own: bytes per second "
         "here = bytes per second there x (measured FLOP/s of attention on one core / "
