@@ -84,14 +84,22 @@ def dry_run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
 
 
-def test_the_job_script_prints_one_task_for_each_node_and_one_rank_for_each_gpu() -> None:
-    run = dry_run("--dry-run", "--yaml-cfg", "a b.yaml", SLURM_NNODES="4", MASTER_ADDR="node7", GPUS_PER_NODE="8")
+def test_the_job_script_prints_one_task_for_each_node_and_one_rank_for_each_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "a b.yaml"
+    file.touch()
+    run = dry_run("--dry-run", "--yaml-cfg", str(file), SLURM_NNODES="4", MASTER_ADDR="node7", GPUS_PER_NODE="8")
     assert run.returncode == 0, run.stderr
     assert "srun --nodes 4 --ntasks 4 --ntasks-per-node 1" in run.stdout
     assert "--nnodes 4 --nproc-per-node 8" in run.stdout
     assert "--rdzv-endpoint node7:29500" in run.stdout
     assert "-m megatron_csbp.pretrain_gpt" in run.stdout
-    assert r"--yaml-cfg a\ b.yaml" in run.stdout
+    assert rf"--yaml-cfg {tmp_path}/a\ b.yaml" in run.stdout
+
+
+def test_the_job_script_refuses_a_model_file_that_is_not_there() -> None:
+    run = dry_run("--dry-run", "--yaml-cfg", "none.yaml")
+    assert run.returncode == 2
+    assert "--yaml-cfg none.yaml is not a file here" in run.stderr
 
 
 def test_the_job_script_takes_the_other_entry_and_words_for_srun() -> None:
