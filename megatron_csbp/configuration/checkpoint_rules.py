@@ -37,7 +37,7 @@ _MODEL = (
     "untie_embeddings_and_output_weights",
     "num_experts",
 )
-_OPTIMIZER = ("bf16", "fp16", "use_distributed_optimizer", "lr")
+_OPTIMIZER = ("bf16", "fp16", "use_distributed_optimizer", "lr", "min_lr")
 _FLAGS = {"clean_seq_length": "--seq-length", "add_bias_linear": "--disable-bias-linear"}
 
 

@@ -57,7 +57,7 @@ MODEL = {
     "untie_embeddings_and_output_weights": False,
     "num_experts": None,
 }
-OPTIMIZER = {"bf16": False, "fp16": False, "use_distributed_optimizer": False, "lr": 1e-3}
+OPTIMIZER = {"bf16": False, "fp16": False, "use_distributed_optimizer": False, "lr": 1e-3, "min_lr": 0.0}
 RUN = SAVED | MODEL | OPTIMIZER | {"no_save_optim": None}
 
 
@@ -130,7 +130,9 @@ def test_heads_without_groups_are_compared_as_megatron_fills_them_in(
         resume(tmp_path, num_query_groups=2)
 
 
-@pytest.mark.parametrize("name, value", [("bf16", True), ("use_distributed_optimizer", True), ("lr", 2e-3)])
+@pytest.mark.parametrize(
+    "name, value", [("bf16", True), ("use_distributed_optimizer", True), ("lr", 2e-3), ("min_lr", 1e-4)]
+)
 def test_an_optimizer_whose_state_would_not_be_found_is_refused(folder: Path, name: str, value: object) -> None:
     with pytest.raises(
         ValueError, match=r"its optimizer state does not fit. (Use|Add|Leave out) --.*, or --no-load-optim"
