@@ -84,11 +84,8 @@ def measure_memory(lengths: Sequence[int]) -> list[dict[str, Any]]:
 
 def chosen_head_groups(plan: AttentionPlan) -> int:
     """Return how many head groups training would choose for the model, without recomputation."""
-    shape, layout = MODELS[MODEL], plan.layout
-    if Stream.CLEAN not in plan.exchanged_streams:
-        return 1
-    remote = plan.remote_bytes(Stream.CLEAN, shape.num_key_value_heads, shape.head_dim, BF16_BYTES)
-    clean_bytes = remote * layout.group_size // (layout.group_size - 1)
+    shape = MODELS[MODEL]
+    clean_bytes = plan.gathered_bytes(Stream.CLEAN, shape.num_key_value_heads, shape.head_dim, BF16_BYTES)
     return default_head_groups(shape.num_key_value_heads, clean_bytes, recomputes=False)
 
 

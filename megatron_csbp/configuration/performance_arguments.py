@@ -82,11 +82,9 @@ def fill_head_groups(args: Namespace, plan: AttentionPlan) -> None:
         plan: any rank's plan.
     """
     if args.csbp_head_groups is None:
-        remote = unit_bytes(args, plan, Stream.CLEAN) if Stream.CLEAN in plan.exchanged_streams else 0
-        clean_bytes = remote * plan.layout.group_size // max(1, plan.layout.group_size - 1)
-        args.csbp_head_groups = default_head_groups(
-            local_key_value_heads(args), clean_bytes, recomputes=recomputes_attention(args)
-        )
+        heads, itemsize = local_key_value_heads(args), args.params_dtype.itemsize
+        clean_bytes = plan.gathered_bytes(Stream.CLEAN, heads, args.kv_channels, itemsize, args.micro_batch_size)
+        args.csbp_head_groups = default_head_groups(heads, clean_bytes, recomputes=recomputes_attention(args))
 
 
 def fill_loss_chunk_rows(args: Namespace) -> None:

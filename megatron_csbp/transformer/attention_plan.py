@@ -96,6 +96,15 @@ class AttentionPlan:
         """Query-key pairs that this rank computes, for one head of one sequence."""
         return sum(tile.num_pairs for tile in self.tiles)
 
+    def gathered_bytes(
+        self, stream: Stream, num_key_value_heads: int, head_dim: int, itemsize: int, micro_batch_size: int = 1
+    ) -> int:
+        """Return the bytes of one copy's gathered keys and values, this rank's own among them; see `remote_bytes`."""
+        if stream not in self.exchanged_streams:
+            return 0
+        rows = self.layout.num_chunks * self.layout.chunk_length
+        return rows * 2 * num_key_value_heads * head_dim * itemsize * micro_batch_size
+
     def remote_bytes(
         self, stream: Stream, num_key_value_heads: int, head_dim: int, itemsize: int, micro_batch_size: int = 1
     ) -> int:
@@ -110,10 +119,8 @@ class AttentionPlan:
             itemsize: bytes of one element.
             micro_batch_size: B.
         """
-        if stream not in self.exchanged_streams:
-            return 0
-        remote_rows = 2 * self.layout.chunk_length * (self.layout.group_size - 1)
-        return remote_rows * 2 * num_key_value_heads * head_dim * itemsize * micro_batch_size
+        gathered = self.gathered_bytes(stream, num_key_value_heads, head_dim, itemsize, micro_batch_size)
+        return gathered // self.layout.group_size * (self.layout.group_size - 1)
 
 
 def allowed_pairs(sequence_length: int, block_size: int, clean_attention: CleanAttention) -> int:
