@@ -105,6 +105,8 @@ def _model_value(args: Namespace, name: str) -> object:
 def _in_words(name: str, before: object, now: object) -> tuple[str, str]:
     """Say how an argument differs from a checkpoint's, and what to use."""
     flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+    if name == "num_experts" and not before:
+        return f"{flag} {now} is given and was not", f"Leave out {flag}"
     if not isinstance(now, bool):
         return f"{flag} {now} differs from {before}", f"Use {flag} {before}"
     given = now != (name == "add_bias_linear")  # --disable-bias-linear says the opposite
@@ -126,10 +128,12 @@ def _saved_arguments(args: Namespace, folder: str | None) -> Namespace | None:
     iteration = args.ckpt_step if args.ckpt_step is not None else latest_iteration(Path(folder))
     if iteration is None:
         return None
-    if args.ckpt_step is not None and not (Path(folder) / f"iter_{iteration:07d}").is_dir():
+    if not (Path(folder) / f"iter_{iteration:07d}").is_dir():
+        source = "latest_checkpointed_iteration.txt names it" if args.ckpt_step is None else "--ckpt-step asks for it"
+        there = sorted(int(path.name[5:]) for path in Path(folder).glob("iter_*") if path.name[5:].isdigit())
         raise ValueError(
-            f"--ckpt-step {iteration}: {folder} has no checkpoint of that iteration; its latest is "
-            f"{latest_iteration(Path(folder))}."
+            f"{folder} has no checkpoint of iteration {iteration} ({source}); it has "
+            f"{', '.join(map(str, there)) or 'none'}. Choose one with --ckpt-step, or leave out --load."
         )
     return megatron_compat.load_checkpoint_arguments(Path(folder), iteration)
 

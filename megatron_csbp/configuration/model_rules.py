@@ -49,10 +49,10 @@ def check_heads(args: Namespace) -> None:
 
 def check_recomputation(args: Namespace) -> None:
     """Recomputation that is described in full, and that Megatron 0.19 can do."""
-    if args.recompute_granularity == "full" and args.recompute_method is None:
+    if args.recompute_granularity == "full" and None in (args.recompute_method, args.recompute_num_layers):
         raise ValueError(
-            "--recompute-granularity full needs --recompute-method; for example --recompute-method uniform "
-            "--recompute-num-layers 1."
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers; for example "
+            "--recompute-method uniform --recompute-num-layers 1."
         )
     modules = set(args.recompute_modules or ()) if args.recompute_granularity == "selective" else set()
     # Whatever --transformer-impl is.

@@ -91,9 +91,13 @@ REFUSED = {
         "--csbp-ledger bytes.jsonl",
     ),
     "full recomputation without a method": (
-        "--recompute-granularity full",
+        "--recompute-granularity full --recompute-num-layers 1",
         "--recompute-granularity full needs --recompute-method",
         "--recompute-method uniform --recompute-num-layers 1",
+    ),
+    "full recomputation without a number of layers": (
+        "--recompute-granularity full --recompute-method uniform",
+        "needs --recompute-method and --recompute-num-layers",
     ),
     "a recomputed MLP with biases": (
         "--recompute-granularity selective --recompute-modules mlp",

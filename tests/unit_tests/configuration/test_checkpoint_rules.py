@@ -61,10 +61,16 @@ OPTIMIZER = {"bf16": False, "fp16": False, "use_distributed_optimizer": False, "
 RUN = SAVED | MODEL | OPTIMIZER | {"no_save_optim": None}
 
 
+def write_checkpoint(folder: Path) -> None:
+    """Make what a folder with a checkpoint of iteration 10 has, without its contents."""
+    (folder / "latest_checkpointed_iteration.txt").write_text("10")
+    (folder / "iter_0000010").mkdir()
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of iteration 10 with the arguments SAVED."""
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    write_checkpoint(tmp_path)
 
     def load(asked: Path, iteration: int) -> Namespace | None:
         assert (asked, iteration) == (tmp_path, 10)
@@ -104,7 +110,7 @@ def test_another_value_is_refused(folder: Path, name: str) -> None:
         ("hidden_size", 128, "--hidden-size 128 differs from 64"),
         ("swiglu", False, "--swiglu is not given and was"),
         ("add_bias_linear", True, "--disable-bias-linear is not given and was"),
-        ("num_experts", 4, "--num-experts 4 differs from 0"),
+        ("num_experts", 4, "--num-experts 4 is given and was not"),
         ("normalization", "LayerNorm", "--normalization LayerNorm differs from RMSNorm"),
     ],
 )
@@ -120,7 +126,7 @@ def test_heads_without_groups_are_compared_as_megatron_fills_them_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron writes the number of heads over `num_query_groups` in the course of a run, and saves that."""
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    write_checkpoint(tmp_path)
     multi_head = RUN | {"group_query_attention": False}
     monkeypatch.setattr(
         megatron_compat, "load_checkpoint_arguments", lambda *_: Namespace(**multi_head | {"num_query_groups": 4})
@@ -142,10 +148,18 @@ def test_an_optimizer_whose_state_would_not_be_found_is_refused(folder: Path, na
     resume(folder, finetune=True, **{name: value})
 
 
-def test_a_chosen_iteration_has_to_be_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        (7, r"no checkpoint of iteration 7 \(--ckpt-step asks for it\); it has 10\."),
+        (None, r"no checkpoint of iteration 20 \(latest_checkpointed_iteration.txt names it\); it has 10\."),
+    ],
+)
+def test_an_iteration_has_to_be_there(tmp_path: Path, asked: int | None, message: str) -> None:
+    write_checkpoint(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
-    with pytest.raises(ValueError, match=r"--ckpt-step 7: .* has no checkpoint of that iteration; its latest is 20"):
-        resume(tmp_path, ckpt_step=7)
+    with pytest.raises(ValueError, match=message):
+        resume(tmp_path, ckpt_step=asked)
 
 
 def test_a_new_run_from_old_weights_may_differ(folder: Path) -> None:
@@ -153,7 +167,6 @@ def test_a_new_run_from_old_weights_may_differ(folder: Path) -> None:
 
 
 def test_a_chosen_iteration_is_compared(folder: Path) -> None:
-    (folder / "iter_0000010").mkdir()
     (folder / "latest_checkpointed_iteration.txt").write_text("20")
     resume(folder, ckpt_step=10)
     with pytest.raises(ValueError, match="--seed 8 differs from 7"):
@@ -161,7 +174,7 @@ def test_a_chosen_iteration_is_compared(folder: Path) -> None:
 
 
 def test_weights_of_an_autoregressive_run_may_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    write_checkpoint(tmp_path)
     monkeypatch.setattr(megatron_compat, "load_checkpoint_arguments", lambda *_: Namespace(seed=1, seq_length=64))
     resume(tmp_path)
 
@@ -176,7 +189,7 @@ def test_checkpoint_arguments_give_the_clean_length_back(folder: Path) -> None:
 def test_checkpoint_arguments_of_an_autoregressive_run_keep_their_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    write_checkpoint(tmp_path)
     monkeypatch.setattr(megatron_compat, "load_checkpoint_arguments", lambda *_: Namespace(seq_length=64))
     args = Namespace(load=str(tmp_path), pretrained_checkpoint=None, ckpt_step=None, seq_length=64)
     use_checkpoint_length(args)
