@@ -133,7 +133,7 @@ class _OneProcess:
         buffers_RBKD = [tensor.new_empty(len(rows_R), *tensor.shape[1:]) for tensor in tensors_SBKD]
         heads = self._next_heads("gather", stream, tensors_SBKD[0].shape[2])
 
-        def start() -> Sequence[Waitable]:
+        def start(async_op: bool) -> Sequence[Waitable]:
             for whole_WBKD, buffer_RBKD in zip(self._sources, buffers_RBKD, strict=True):
                 torch.index_select(whole_WBKD[:, :, heads], 0, rows_R, out=buffer_RBKD)
             return ()
@@ -149,7 +149,7 @@ class _OneProcess:
         payloads_RBKD = [buffer_RBKD.to(payload_dtype) for buffer_RBKD in buffers_RBKD]
         heads = self._next_heads("scatter", stream, buffers_RBKD[0].shape[2])
 
-        def start() -> Sequence[Waitable]:
+        def start(async_op: bool) -> Sequence[Waitable]:
             for sum_WBKD, payload_RBKD in zip(self._sums, payloads_RBKD, strict=True):
                 sum_WBKD[:, :, heads].index_add_(0, rows_R, payload_RBKD.float())
             return ()

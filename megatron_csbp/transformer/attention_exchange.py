@@ -18,26 +18,30 @@ from megatron_csbp.transformer.layout import Stream
 from megatron_csbp.transformer.tile_executor import KeyValue
 
 
-@dataclass(frozen=True)
 class PendingGather:
-    """The gathers of one head group, clean copy first."""
+    """The gathers of one head group, clean copy first, one after the other."""
 
-    pendings: Sequence[Pending[list[Tensor]]]
+    def __init__(self, ahead: "GatherAhead", num_copies: int) -> None:
+        """Take what starts and waits for gathers, and how many are this group's."""
+        self._ahead = ahead
+        self._num_copies = num_copies
 
     def wait(self) -> KeyValue:
-        """Wait for the clean keys and values, and return them."""
-        with annotate("wait", "gather"):
-            return KeyValue(*self.pendings[0].wait())
+        """Wait for the clean keys and values, and return them. The tiles that read them hide the next gather."""
+        return KeyValue(*self._ahead.wait_and_start_next())
 
     def finish(self) -> None:
         """Wait for the rest: in the CP baseline other ranks' corrupted keys and values, which have no reader."""
-        for pending in self.pendings[1:]:
-            with annotate("wait", "gather"):
-                pending.wait()
+        for _ in range(self._num_copies - 1):
+            self._ahead.wait_and_start_next()
 
 
 class GatherAhead:
-    """Gathers the head groups of one layer, one group ahead of the computation: at most two are alive."""
+    """Gathers the head groups of one layer, one ahead of the computation: at most two groups are alive.
+
+    One gather is under way at a time: the next starts right after the wait for the one before is queued. On a GPU with
+    one hardware queue a second one would be held up by the first, and with it all tiles that were to run meanwhile.
+    """
 
     def __init__(self, groups: Iterable[KeyValue], plan: AttentionPlan, exchange: KeyValueExchange) -> None:
         """Start the first gather.
@@ -47,28 +51,30 @@ class GatherAhead:
             plan: the rank's tiles.
             exchange: the network.
         """
-        self._groups = iter(groups)
         self._plan = plan
         self._exchange = exchange
-        self._next = self._start()
+        self._order = ((local, stream) for local in groups for stream in plan.exchanged_streams)
+        self._under_way = self._start()
 
     def take(self) -> PendingGather:
-        """Start the gather after the next, if there is one, and return the next. The one before must be dropped."""
-        taken, self._next = self._next, self._start()
-        assert taken is not None, "one gather for each head group"
-        return taken
+        """Return the next group's gather. The one before must be finished and dropped."""
+        return PendingGather(self, len(self._plan.exchanged_streams))
 
-    def _start(self) -> PendingGather | None:
-        local = next(self._groups, None)
-        if local is None:
+    def wait_and_start_next(self) -> list[Tensor]:
+        """Queue the wait for the gather under way, start the one after it, and return what the first one brings."""
+        assert self._under_way is not None, "one gather for each head group and copy"
+        with annotate("wait", "gather"):
+            gathered = self._under_way.wait()
+        self._under_way = None
+        self._under_way = self._start()
+        return gathered
+
+    def _start(self) -> Pending[list[Tensor]] | None:
+        local, stream = next(self._order, (None, None))
+        if local is None or stream is None:
             return None
         with annotate("start", "gather"):
-            return PendingGather(
-                [
-                    self._exchange.start_gather(local, self._plan.layout, stream)
-                    for stream in self._plan.exchanged_streams
-                ]
-            )
+            return self._exchange.start_gather(local, self._plan.layout, stream)
 
 
 @dataclass(frozen=True)

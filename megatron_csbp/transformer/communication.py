@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_csbp.transformer.collectives import Transfer, start_all_gathers, start_all_to_alls, start_reduce_scatters
 from megatron_csbp.transformer.layout import SequenceLayout, Stream
-from megatron_csbp.transformer.streams import Waitable, side_stream
+from megatron_csbp.transformer.streams import Start, Waitable, side_stream
 from megatron_csbp.transformer.traffic_ledger import Collective, Direction, LayerLedger
 from megatron_csbp.transformer.wait_clock import WaitClock
 
@@ -118,7 +118,11 @@ class ContextGroupExchange:
             buffers_RBKD.append(buffer_RBKD)
         if self.ledger is not None:
             self._enter(self.ledger, stream, Collective.GATHER, buffers_RBKD)
-        works = self._launch(lambda: start_all_gathers(transfers, self._group, coalesce=self._uses_nccl), transfers)
+
+        def start(async_op: bool) -> Sequence[Waitable]:
+            return start_all_gathers(transfers, self._group, coalesce=self._uses_nccl, async_op=async_op)
+
+        works = self._launch(start, transfers)
         return self._pending(works, lambda: buffers_RBKD)
 
     def start_reduce_scatter(
@@ -140,10 +144,10 @@ class ContextGroupExchange:
             outs = [torch.empty_like(half) for half in halves]
         transfers = list(zip(outs, halves, strict=True))
 
-        def start() -> Sequence[Waitable]:
+        def start(async_op: bool) -> Sequence[Waitable]:
             if self._uses_nccl:
-                return start_reduce_scatters(transfers, self._group, coalesce=True)
-            return start_all_to_alls(transfers, self._group)
+                return start_reduce_scatters(transfers, self._group, coalesce=True, async_op=async_op)
+            return start_all_to_alls(transfers, self._group, async_op=async_op)
 
         def chunk(out: Tensor) -> Tensor:
             """Return this rank's sum of one half, [C, B, K, D]."""
@@ -157,7 +161,7 @@ class ContextGroupExchange:
 
         return self._pending(self._launch(start, transfers), finish)
 
-    def _launch(self, start: Callable[[], Sequence[Waitable]], transfers: Sequence[Transfer]) -> Sequence[Waitable]:
+    def _launch(self, start: Start, transfers: Sequence[Transfer]) -> Sequence[Waitable]:
         """Start collectives beside the computation that follows."""
         tensors = [tensor for transfer in transfers for tensor in transfer]
         return side_stream(tensors[0].device).launch(start, tensors)

@@ -124,7 +124,7 @@ class _BlockDiffusionAttention(torch.autograd.Function):
 def attention_forward(
     query_SBND: Tensor, local: KeyValue, context: AttentionContext, kept: deque[KeyValue] | None = None
 ) -> Merged:
-    """Group by group: start the next group's gather; run the local tiles; wait; run the gathered tiles; merge.
+    """Group by group: run the local tiles; wait; start the next group's gather; run the gathered tiles; merge.
 
     Args:
         query_SBND: queries, [S, B, N, D].
@@ -185,6 +185,8 @@ def attention_backward(
         side, keys = _query_heads(queries, heads.queries), _heads(local, heads.keys)
         sums = _GroupGradients(grads, heads)
         beside_scatter = executor.backward_local(plan, side, keys, sums.query, sums.keys)
+        if before is not None:
+            before.finish()  # before the next gather starts: one collective under way at a time
         sent = None
         if plan.exchanged_streams:
             group_keys = _next_of(gathered) if pending is None else pending.wait()
@@ -194,8 +196,6 @@ def attention_backward(
             if pending is not None:
                 pending.finish()
             del group_keys, pending  # before the gather after the next starts: two groups' keys at most
-        if before is not None:
-            before.finish()
         if sent is not None:
             sums.send(sent, context)
         for tile in beside_scatter:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from megatron_csbp.transformer.kernels import AttentionKernel, flex
 from megatron_csbp.transformer.kernels.flex import FlexKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from megatron_csbp.transformer.layout import Scheme
-from megatron_csbp.transformer.streams import Waitable
+from megatron_csbp.transformer.streams import Start, Waitable
 from tests.support import dense_oracle
 
 ROOT = Path(__file__).parents[3]
@@ -159,8 +159,8 @@ def test_its_own_dense_attention_is_that_of_the_tests(clean: CleanAttention) -> 
 class LateNetwork:
     """A side stream on which nothing happens before it is waited for."""
 
-    def launch(self, start: Callable[[], Sequence[Waitable]], tensors: Sequence[Tensor]) -> Sequence[Waitable]:
-        return (SimpleNamespace(wait=start),)
+    def launch(self, start: Start, tensors: Sequence[Tensor]) -> Sequence[Waitable]:
+        return (SimpleNamespace(wait=lambda: start(False)),)
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "late"])

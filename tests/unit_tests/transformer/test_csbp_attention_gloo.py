@@ -129,10 +129,10 @@ def facts_of_coalescing(group: dist.ProcessGroup) -> dict[str, Any]:
     given = [torch.full((2, 3), 10.0 * number + rank) for number in range(4)]
     gathered = [torch.empty(2 * WORLD_SIZE, 3) for _ in given]
     scattered = [torch.empty(2, 3) for _ in given]
-    works = start_all_gathers(list(zip(gathered, given, strict=True)), group, coalesce=True)
+    works = start_all_gathers(list(zip(gathered, given, strict=True)), group, coalesce=True, async_op=True)
     for work in works:
         work.wait()
-    scatters = start_reduce_scatters(list(zip(scattered, gathered, strict=True)), group, coalesce=True)
+    scatters = start_reduce_scatters(list(zip(scattered, gathered, strict=True)), group, coalesce=True, async_op=True)
     for work in scatters:
         work.wait()
     return {

@@ -99,7 +99,8 @@ def test_local_tiles_run_between_the_start_of_an_exchange_and_its_wait(
         return [f"{event} {copy}" for copy in copies]
 
     # Prefix tiles need the clean keys only: in the CP baseline they hide the end of the corrupted ones' way.
-    hidden_gather = [*each("start gather"), "local tile", "wait gather clean", "gathered tile"]
+    hidden_gather = ["start gather clean", "local tile", "wait gather clean"]
+    hidden_gather += [f"start gather {copy}" for copy in copies[1:]] + ["gathered tile"]
     hidden_gather += [f"wait gather {copy}" for copy in copies[1:]]
     assert runs(diary.events) == hidden_gather
     assert diary.events.count("local tile") == len(plan.local_tiles)
