@@ -107,6 +107,20 @@ def context_parallel_rank() -> int:
     return rank
 
 
+def layer_window(config: Any, layer_number: int) -> int | None:
+    """The window of a layer by ``--window-size LEFT,0`` and ``--window-attn-skip-freq``: LEFT + 1, or None for none.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        layer_number: Number of the layer in the whole model, from 1.
+    """
+    utils = importlib.import_module("megatron.core.transformer.utils")
+    if not utils.is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    left: int = config.window_size[0]
+    return None if left < 0 else left + 1
+
+
 def current_device() -> torch.device:
     """The device that Megatron's tensors live on (on the CPU runtime ``torch.cuda`` answers with the CPU)."""
     return torch.empty(0, device=torch.cuda.current_device()).device

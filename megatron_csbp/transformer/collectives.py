@@ -13,6 +13,7 @@ the current stream, and nothing is returned.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -37,9 +38,30 @@ def start_reduce_scatters(
     return _start(scatter, transfers, group, coalesce, async_op)
 
 
-def start_all_to_alls(transfers: Sequence[Transfer], group: dist.ProcessGroup, *, async_op: bool) -> list[dist.Work]:
-    """Start exchanging shares: rank r gets the r-th share of every rank's input [P n, ...], in rank order."""
-    return _start(dist.all_to_all_single, transfers, group, False, async_op)
+def start_all_to_alls(
+    transfers: Sequence[Transfer],
+    group: dist.ProcessGroup,
+    *,
+    async_op: bool,
+    out_counts: Sequence[int] | None = None,
+    in_counts: Sequence[int] | None = None,
+) -> list[dist.Work]:
+    """Start exchanging shares: each rank gets its share of every rank's input, in rank order.
+
+    Args:
+        transfers: outputs [rows, ...] and inputs [rows, ...].
+        group: the ranks.
+        async_op: see above.
+        out_counts: rows from each rank; None for equal shares.
+        in_counts: rows for each rank; None for equal shares.
+    """
+
+    def exchange(out: Tensor, given: Tensor, **options: Any) -> Any:
+        if out_counts is None or in_counts is None:
+            return dist.all_to_all_single(out, given, **options)
+        return dist.all_to_all_single(out, given, list(out_counts), list(in_counts), **options)
+
+    return _start(exchange, transfers, group, False, async_op)
 
 
 def _start(

@@ -103,9 +103,25 @@ class SimulatedCollectives:
     def all_gather_into_tensor(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> Any:
         return self._start("all_gather", out, given, group, torch.cat, async_op)
 
-    def all_to_all_single(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> Any:
+    def all_to_all_single(
+        self,
+        out: Tensor,
+        given: Tensor,
+        out_counts: list[int] | None = None,
+        in_counts: list[int] | None = None,
+        *,
+        group: RankOfGroup,
+        async_op: bool,
+    ) -> Any:
+        # What each rank sends to this one, from the counts that both must agree on.
+        counts = torch.tensor(in_counts or [given.shape[0] // group.group.size] * group.group.size)
+        expected = out_counts or [out.shape[0] // group.group.size] * group.group.size
+        all_counts = group.group.meet(group.rank, counts)
+        assert [int(theirs[group.rank]) for theirs in all_counts] == list(expected), "ranks disagree on what is sent"
+
         def shares(tensors: list[Tensor]) -> Tensor:
-            return torch.cat([tensor.chunk(group.group.size)[group.rank] for tensor in tensors])
+            parts = [t.split(c.tolist())[group.rank] for t, c in zip(tensors, all_counts, strict=True)]
+            return torch.cat(parts)
 
         return self._start("all_to_all", out, given, group, shares, async_op)
 

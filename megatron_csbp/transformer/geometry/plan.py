@@ -2,17 +2,13 @@
 """What one rank computes and exchanges in an attention layer: tiles and transfers of one mask. Pure."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-
-import numpy as np
+from functools import cached_property
 
 from megatron_csbp.transformer.geometry.bands import pieces_of_run, runs_of
 from megatron_csbp.transformer.geometry.batches import Piece, make_tiles
 from megatron_csbp.transformer.geometry.key_map import KeyMap
-from megatron_csbp.transformer.geometry.ownership import balanced_owners
 from megatron_csbp.transformer.geometry.rows import RankRows
-from megatron_csbp.transformer.geometry.sample import Sample
-from megatron_csbp.transformer.geometry.scheme import CLEAN, Scheme, Sharding
+from megatron_csbp.transformer.geometry.scheme import CLEAN, CopyKind
 from megatron_csbp.transformer.geometry.tiles import KeySource, Tile
 from megatron_csbp.transformer.geometry.transfers import (
     Interval,
@@ -58,6 +54,16 @@ class AttentionPlan:
     def exchanges(self) -> bool:
         """Whether ranks exchange keys."""
         return bool(self.clean)
+
+    def transfer(self, copies: CopyKind) -> Transfer:
+        """Return what is exchanged of one kind of copies."""
+        return self.clean if copies is CopyKind.CLEAN else self.corrupted
+
+    @property
+    def transfers(self) -> tuple[tuple[CopyKind, Transfer], ...]:
+        """What is exchanged at all, the clean copy first."""
+        both = ((copies, self.transfer(copies)) for copies in CopyKind)
+        return tuple((copies, transfer) for copies, transfer in both if transfer)
 
     @cached_property
     def backward_local_tiles(self) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:

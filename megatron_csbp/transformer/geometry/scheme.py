@@ -13,6 +13,13 @@ CLEAN = -1
 """Number of the clean copy; the corrupted copies are the views 0, 1, ..."""
 
 
+class CopyKind(StrEnum):
+    """The two kinds of copies of a sequence: x0 (clean) and x_t (corrupted; one or more views)."""
+
+    CLEAN = "clean"
+    CORRUPTED = "corrupted"
+
+
 class Scheme(StrEnum):
     """How one sequence is spread over a context group."""
 

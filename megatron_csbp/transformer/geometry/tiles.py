@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -64,6 +65,11 @@ class RowPattern:
         if self.starts is not None:
             return self.starts
         return (self.start + _offsets(self.repeats)).reshape(-1)
+
+    @cached_property
+    def all_rows(self) -> IntArray:
+        """The row numbers of all problems, one after the other, int64 [G T]."""
+        return self.rows().reshape(-1)
 
     def rows(self) -> IntArray:
         """Return the row numbers, int64 [G, T]."""

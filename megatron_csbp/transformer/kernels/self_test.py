@@ -15,14 +15,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.geometry.plan import AttentionPlan, plan_attention
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Sharding
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, dense_mask
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.kernels.local_interface import LocalKernel
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.selection import select_kernel
-from megatron_csbp.transformer.layout import SequenceLayout
 from megatron_csbp.transformer.softmax_merge import merge_partial
-from megatron_csbp.transformer.tile import MaskKind
 
 # Largest error, relative to the largest entry. A wrong kernel is off by the order of 1.
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-4, torch.float64: 1e-9}
@@ -149,8 +151,8 @@ def _run_in_two_parts(kernel: AttentionKernel, inputs: list[Tensor]) -> list[Ten
 def _check_local(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, heads: HeadShape) -> None:
     """Compare the local tiles of one rank that holds a whole small sequence; its rows are no multiple of 128."""
     assert isinstance(kernel, LocalKernel)
-    plan = AttentionPlan(SequenceLayout(sequence_length=160, block_size=16), CleanAttention.TOKEN_CAUSAL)
-    rows = plan.layout.num_rows
+    plan = plan_attention(RankRows(Sample(160, 16), Sharding()), Mask(CleanAttention.TOKEN_CAUSAL))
+    rows = plan.rows.num_rows
     inputs = _inputs(1, rows, rows, dtype, device, heads)
     grad_out, query, key, value = (tensor.transpose(0, 1) for tensor in inputs)
     scale = heads.head_dim**-0.5
@@ -164,11 +166,8 @@ def _check_local(kernel: AttentionKernel, device: torch.device, dtype: torch.dty
 def _dense_local(inputs: list[Tensor], plan: AttentionPlan, scale: float) -> list[Tensor]:
     """Return output, log-sum-exp and gradients of the local tiles, from a dense mask."""
     grad_out, query, key, value = inputs
-    allowed_SS = torch.zeros(2 * (query.shape[1],), dtype=torch.bool, device=query.device)
-    for tile in plan.local_tiles:
-        for rows, keys in zip(tile.query.rows(), tile.key.rows(), strict=True):
-            block = allowed_SS[int(rows[0]) : int(rows[-1]) + 1, int(keys[0]) : int(keys[-1]) + 1]
-            block |= torch.ones_like(block).tril() if tile.mask is MaskKind.CAUSAL else torch.ones_like(block)
+    rows = (plan.rows.sample_positions, plan.rows.copies)
+    allowed_SS = torch.from_numpy(dense_mask(plan.rows.sample, plan.mask, rows, rows)).to(query.device)
     with torch.enable_grad():
         query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
         repeats = query.shape[2] // key.shape[2]
