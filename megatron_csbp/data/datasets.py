@@ -38,7 +38,6 @@ _DATASET_FIELDS = {
     "eod_mask_loss": "eod_mask_loss",
     "object_storage_cache_path": "object_storage_cache_path",
     "mid_level_dataset_surplus": "mid_level_dataset_surplus",
-    "allow_ambiguous_pad_tokens": "allow_ambiguous_pad_tokens",
     "fast_cache_load": "dataloader_fast_cache_load",
     "defer_npy_index_mmap": "dataloader_defer_npy_index_mmap",
 }
