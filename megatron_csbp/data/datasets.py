@@ -84,8 +84,10 @@ class BlockDiffusionDataset(RandomSeedDataset):
             return SampleNoise(self.base_seed, self.split.value, sample_index, int(self._epoch))
         return SampleNoise(EVALUATION_SEED, self.split.value, sample_index)
 
-    def __getitem__(self, idx: int) -> dict[str, Tensor]:
-        """Return one sample's rows."""
+    def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
+        """Return one sample's rows; for None, as in Megatron's datasets, rows without loss that fill a batch."""
+        if idx is None:
+            return without_loss(self[0])
         idx = int(idx)
         layout = self.sampler.layout
         rows = self.objective.place(self.sampler.read(idx), self.noise(idx), layout)
@@ -97,6 +99,11 @@ class BlockDiffusionDataset(RandomSeedDataset):
             "num_tokens": torch.tensor(rows.num_tokens),
             "num_supervised": torch.tensor(rows.num_supervised),
         }
+
+
+def without_loss(item: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return an item that counts for nothing: no row of it carries loss, and it adds 0 to every denominator."""
+    return item | {key: torch.zeros_like(item[key]) for key in ("loss_weights", "num_tokens", "num_supervised")}
 
 
 def build_train_valid_test_datasets(
