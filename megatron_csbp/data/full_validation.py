@@ -2,15 +2,14 @@
 """Makes each evaluation under `--full-validation` read the whole validation set once, in every topology.
 
 Megatron 0.19.2 gives each data-parallel rank batches of one sample, counts an evaluation's iterations by those
-batches, and then takes a batch for every micro-batch of an iteration: a set is read again for each micro-batch, samples
-that do not fill a last round are read more often than others, and a rank without any sample ends the run. There is no
+batches, and then takes a batch for every micro-batch of an iteration: a set is read again for each micro-batch, ranks
+that have fewer samples than others read theirs more often, and a rank without any sample ends the run. There is no
 seam for the sampler, so the class that Megatron's loader takes is replaced.
-
-Shapes: none; a batch here is a list of sample indices.
 """
 
 import functools
 import importlib
+import math
 from argparse import Namespace
 from collections.abc import Iterator, Sized
 
@@ -51,7 +50,7 @@ class WholeSetSampler(Sized):
 
     def __len__(self) -> int:
         """Return the number of evaluation iterations."""
-        return -(-self._total_samples // (self._of_all_ranks * self._num_micro_batches))
+        return math.ceil(self._total_samples / (self._of_all_ranks * self._num_micro_batches))
 
     def __iter__(self) -> Iterator[list[SampleIndex]]:
         """Yield the sample indices of each micro-batch."""
@@ -73,8 +72,8 @@ def correct_full_validation_now(args: Namespace) -> None:
     if args.virtual_pipeline_model_parallel_size is not None:
         raise ValueError(
             f"--full-validation with {args.virtual_pipeline_model_parallel_size} virtual pipeline stages on a rank: "
-            "Megatron 0.19 takes the loaders of virtual stages for those of validation sets. Use --eval-iters instead, "
-            "or a pipeline without virtual stages (leave out --num-layers-per-virtual-pipeline-stage, "
+            "Megatron 0.19 takes the loaders of virtual stages for those of validation sets. Use --eval-iters, or "
+            "a pipeline without virtual stages (leave out --num-layers-per-virtual-pipeline-stage, "
             "--num-virtual-stages-per-pipeline-rank, or the | of --pipeline-model-parallel-layout)."
         )
     of_all_ranks = args.eval_micro_batch_size * args.data_parallel_size

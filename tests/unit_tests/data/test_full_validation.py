@@ -42,5 +42,5 @@ def test_megatrons_loader_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interleaved_pipeline_is_refused() -> None:
-    with pytest.raises(ValueError, match="--full-validation with 2 virtual pipeline stages.*Use --eval-iters instead"):
+    with pytest.raises(ValueError, match=r"--full-validation with 2 virtual pipeline stages.*Use --eval-iters"):
         correct_full_validation_now(args(virtual_pipeline_model_parallel_size=2))  # type: ignore[arg-type]
