@@ -224,10 +224,13 @@ def load_checkpoint_arguments(folder: Path, iteration: int) -> Namespace | None:
     return args
 
 
-def rank_loads_data(vp_stage: int | None = None) -> bool:
-    """Whether this rank reads samples: the first tensor-parallel rank of a stage that embeds or computes the loss."""
+def rank_loads_data(vp_stage: int | None = None, on_every_stage: bool = False) -> bool:
+    """Whether this rank reads samples: the first tensor-parallel rank of a stage that embeds or computes the loss.
+
+    Under ``--full-validation`` middle stages need a loader too: Megatron asks it for its length there.
+    """
     mpu = importlib.import_module("megatron.core.parallel_state")
-    return mpu.get_tensor_model_parallel_rank() == 0 and rank_loads_data_group(vp_stage)
+    return mpu.get_tensor_model_parallel_rank() == 0 and (on_every_stage or rank_loads_data_group(vp_stage))
 
 
 def rank_loads_data_group(vp_stage: int | None = None) -> bool:

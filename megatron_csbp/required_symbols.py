@@ -76,6 +76,11 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "the dual-end sampler",
     ),
     ("megatron.training.datasets.data_samplers.RandomSeedDataset.set_epoch", "epoch", "noise of each epoch"),
+    (
+        "megatron.training.datasets.data_samplers.MegatronFullValidationSampler",
+        "total_samples data_parallel_rank data_parallel_size",
+        "--full-validation",
+    ),
     ("megatron.core.transformer.torch_norm.WrappedTorchNorm", "", "sequence parallelism with the local spec"),
     (
         "megatron.core.transformer.transformer_block._get_block_submodules",

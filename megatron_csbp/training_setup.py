@@ -27,6 +27,7 @@ from megatron_csbp.configuration.performance_arguments import (
 from megatron_csbp.configuration.runtime_arguments import adapt_to_runtime
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.data.datasets import build_train_valid_test_datasets
+from megatron_csbp.data.full_validation import correct_full_validation_now
 from megatron_csbp.data.validation import validate_data_files
 from megatron_csbp.errors import say_errors_in_one_line
 from megatron_csbp.forward_step import BlockDiffusionForwardStep
@@ -90,6 +91,8 @@ def parse_and_validate_args(
         args.csbp_whole_last_layer = why_last_layer_is_whole(args, objective_from_args(args).loss_on_clean_rows)
         validate_data_files(args)
         correct_distributed_optimizer_now()
+        if args.full_validation:
+            correct_full_validation_now(args)
     check_resume(args)
     print_start_summary(args, runtime, changes)
     return args
@@ -127,7 +130,7 @@ def datasets_provider(args: Namespace) -> Callable[..., Any]:
             arguments.sequence_layout(args, megatron_compat.context_parallel_rank()),
             objective_from_args(args),
             vp_stage=vp_stage,
-            is_built=partial(megatron_compat.rank_loads_data, vp_stage),
+            is_built=partial(megatron_compat.rank_loads_data, vp_stage, on_every_stage=args.full_validation),
         )
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # Megatron then builds the datasets on every rank

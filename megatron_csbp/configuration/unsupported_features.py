@@ -65,6 +65,7 @@ UNSUPPORTED = (
     ),
     Unsupported("sft", "stock packed SFT has no diffusion blocks within documents", "pretrain on --data-path"),
     Unsupported("fim_data", "fill-in-the-middle reorders the tokens of a sample"),
+    Unsupported("allow_ambiguous_pad_tokens", "padding is known by its place; a pad token in the data is a token"),
     Unsupported("window_size", "sliding-window attention has no tiles here"),
     Unsupported(
         "softmax_type",

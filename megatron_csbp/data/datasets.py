@@ -38,7 +38,6 @@ _DATASET_FIELDS = {
     "eod_mask_loss": "eod_mask_loss",
     "object_storage_cache_path": "object_storage_cache_path",
     "mid_level_dataset_surplus": "mid_level_dataset_surplus",
-    "allow_ambiguous_pad_tokens": "allow_ambiguous_pad_tokens",
     "fast_cache_load": "dataloader_fast_cache_load",
     "defer_npy_index_mmap": "dataloader_defer_npy_index_mmap",
 }
@@ -85,8 +84,10 @@ class BlockDiffusionDataset(RandomSeedDataset):
             return SampleNoise(self.base_seed, self.split.value, sample_index, int(self._epoch))
         return SampleNoise(EVALUATION_SEED, self.split.value, sample_index)
 
-    def __getitem__(self, idx: int) -> dict[str, Tensor]:
-        """Return one sample's rows."""
+    def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
+        """Return one sample's rows; for None, as in Megatron's datasets, rows without loss that fill a batch."""
+        if idx is None:
+            return without_loss(self[0])
         idx = int(idx)
         layout = self.sampler.layout
         rows = self.objective.place(self.sampler.read(idx), self.noise(idx), layout)
@@ -98,6 +99,11 @@ class BlockDiffusionDataset(RandomSeedDataset):
             "num_tokens": torch.tensor(rows.num_tokens),
             "num_supervised": torch.tensor(rows.num_supervised),
         }
+
+
+def without_loss(item: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return an item that counts for nothing: no row of it carries loss, and it adds 0 to every denominator."""
+    return item | {key: torch.zeros_like(item[key]) for key in ("loss_weights", "num_tokens", "num_supervised")}
 
 
 def build_train_valid_test_datasets(

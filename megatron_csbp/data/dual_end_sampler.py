@@ -32,9 +32,14 @@ class _SampleText:
     starts: IntArray
     ends: IntArray
 
-    def read(self, source: Any, first: int, last: int, pad_token_id: int) -> IntArray:
-        """Read tokens first .. last of the sample, padded where the data end, int64 [last - first]."""
-        text = np.full(last - first, pad_token_id, dtype=np.int64)
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the documents give; positions from there on are padding, whatever token pads them."""
+        return int(self.ends[-1])
+
+    def read(self, source: Any, first: int, last: int) -> IntArray:
+        """Read tokens first .. last of the sample, 0 where the data have ended, int64 [last - first]."""
+        text = np.zeros(last - first, dtype=np.int64)
         position = first
         part = int(np.searchsorted(self.ends, first, side="right"))
         while position < last and part < len(self.ends):
@@ -54,7 +59,9 @@ class DualEndSampler:
     With the dual-end assignment a rank's rows lie in chunks r and 2P-1-r of the sample, at its two ends. For each of
     those the sampler reads C + 1 tokens from the indexed dataset (one more, since a row may be asked for its next
     token) where the stock dataset reads, and its loader moves, all L + 1. What comes back equals the same positions
-    of the stock sample exactly: tokens, labels and loss mask, with padding and `--eod-mask-loss`.
+    of the stock sample exactly: tokens, labels and loss mask, with padding and `--eod-mask-loss`. One thing differs:
+    padding is what lies behind the last token of the data, where the stock dataset goes by the tokenizer's pad id,
+    although that may end each document (Qwen3).
 
     Which samples make up a batch is not decided here: that stays with Megatron's `build_pretraining_data_loader` and
     its samplers. Hence consumed samples, epochs, schedules of batch sizes and resuming are Megatron's own, and the
@@ -97,16 +104,13 @@ class DualEndSampler:
             dataset_index, dataset_sample_index = access.blend_indices(dataset)
             index = int(dataset_sample_index[sample_index])
             dataset = dataset.datasets[int(dataset_index[sample_index])]
-        pad = access.pad_token_id(dataset)
         sample = _sample_text(dataset, index)
-        text = np.concatenate([sample.read(dataset.dataset, first, last, pad) for first, last in self._ranges])
-        is_padding = text == pad
-        self._check_vocabulary(text, ~is_padding, dataset.dataset_path, sample_index)
+        text = np.concatenate([sample.read(dataset.dataset, first, last) for first, last in self._ranges])
+        is_padding = np.concatenate([np.arange(first, last) >= sample.num_tokens for first, last in self._ranges])
+        self._check_vocabulary(text, dataset.dataset_path, sample_index)
         is_maskable = np.ones(text.shape, dtype=np.bool_)
         if dataset.config.eod_mask_loss:
             is_maskable = text != dataset.config.tokenizer.eod
-        # Like the stock dataset: padding becomes token 0, which every embedding can look up.
-        text = np.where(is_padding, 0, text)
         here, following = self._text_index, self._text_index + 1
         return CleanRows(
             tokens=text[here],
@@ -115,11 +119,9 @@ class DualEndSampler:
             next_supervised=is_maskable[here] & ~is_padding[following],
         )
 
-    def _check_vocabulary(
-        self, text: IntArray, is_token: npt.NDArray[np.bool_], path: str | None, sample_index: int
-    ) -> None:
+    def _check_vocabulary(self, text: IntArray, path: str | None, sample_index: int) -> None:
         """Refuse token ids that the embedding does not have."""
-        outside = is_token & ((text < 0) | (text >= self.padded_vocab_size))
+        outside = (text < 0) | (text >= self.padded_vocab_size)
         if outside.any():
             raise ValueError(
                 f"--data-path {path}: sample {sample_index} holds token id {int(text[outside][0])}, but the padded "

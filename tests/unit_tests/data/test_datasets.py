@@ -159,6 +159,15 @@ def test_evaluation_gets_its_own_batch_sizes(prefix: str, monkeypatch: pytest.Mo
         assert batch["tokens"].shape[0] == expected
 
 
+def test_a_sample_that_fills_a_batch_counts_for_nothing(prefix: str) -> None:
+    dataset = wrapped(prefix, split="valid")
+    item, filler = dataset[0], dataset[None]
+    assert item["num_tokens"] == LENGTH
+    assert not any(filler[key].any() for key in ("loss_weights", "num_tokens", "num_supervised"))
+    assert {key: value.shape for key, value in filler.items()} == {key: value.shape for key, value in item.items()}
+    assert torch.equal(filler["labels"], item["labels"])
+
+
 def built(layout: SequenceLayout | None = None, sizes: tuple[int | None, ...] = (8, 4, 4), **changes: Any) -> Any:
     return build_train_valid_test_datasets(
         megatron_args(**changes), sizes, layout or single(LENGTH, BLOCK), OBJECTIVE, is_built=lambda: True
