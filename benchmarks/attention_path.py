@@ -20,7 +20,7 @@ from benchmarks.ranks import RankWorld
 from benchmarks.stack import CSBP_AT_ONCE, Shape, make_context, make_plan
 from megatron_csbp.transformer.attention_plan import AttentionPlan
 from megatron_csbp.transformer.communication import PendingWork, chunk_views
-from megatron_csbp.transformer.csbp_attention import block_diffusion_attention
+from megatron_csbp.transformer.attention import block_diffusion_attention
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from megatron_csbp.transformer.layout import SequenceLayout, Stream

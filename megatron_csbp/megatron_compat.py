@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +141,17 @@ def stage_needs_batch(model: Any) -> bool:
     )
 
 
-def broadcast_in_tensor_parallel_group(
-    keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Gives every tensor-parallel rank what the first one loaded; the others pass None."""
-    tensor_parallel = importlib.import_module("megatron.core.tensor_parallel")
-    batch: dict[str, Tensor] = tensor_parallel.broadcast_data(list(keys), data, dtype)
-    return batch
+def use_rows_in_rotary(model: Any, rows: Any) -> None:
+    """Tells a stage's rotary embedding the rows of the call that comes; see ``RowRotaryEmbedding.use``.
+
+    Args:
+        model: The (wrapped) stage; learned positions or a stage without layers have no rotary embedding.
+        rows: ``RankRows`` of the sample, or None for those of every sample.
+    """
+    unwrapped = importlib.import_module("megatron.core.utils").unwrap_model(model)
+    rotary = getattr(unwrapped, "rotary_pos_emb", None)
+    if rotary is not None:
+        rotary.use(rows)
 
 
 @contextlib.contextmanager
@@ -225,16 +229,15 @@ def load_checkpoint_arguments(folder: Path, iteration: int) -> Namespace | None:
 
 
 def rank_loads_data(vp_stage: int | None = None, on_every_stage: bool = False) -> bool:
-    """Whether this rank reads samples: the first tensor-parallel rank of a stage that embeds or computes the loss.
+    """Whether this rank reads samples: its stage embeds tokens or computes the loss, or all stages do.
 
-    Under ``--full-validation`` middle stages need a loader too: Megatron asks it for its length there.
+    Every tensor-parallel rank reads for itself: it then knows all sizes on the host, and nothing is broadcast.
     """
-    mpu = importlib.import_module("megatron.core.parallel_state")
-    return mpu.get_tensor_model_parallel_rank() == 0 and (on_every_stage or rank_loads_data_group(vp_stage))
+    return on_every_stage or rank_loads_data_group(vp_stage)
 
 
 def rank_loads_data_group(vp_stage: int | None = None) -> bool:
-    """Whether this rank's tensor-parallel group gets samples: its stage embeds tokens or computes the loss."""
+    """Whether this rank's stage gets samples in any case: it embeds tokens or computes the loss."""
     utils = importlib.import_module("megatron.training.utils")
     return bool(utils.is_first_or_last_pipeline_stage(vp_stage))
 

@@ -19,9 +19,9 @@ from megatron_csbp.parallel_state_ext import (
 )
 from megatron_csbp.transformer.core_attention import BlockDiffusionSettings, CSBPCoreAttention
 from megatron_csbp.transformer.corrupted_rows import CorruptedRows
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.last_layer import holds_last_layer, last_layer_spec
 from megatron_csbp.transformer.layer_specs import with_core_attention
-from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.norm import with_sequence_parallel_norm
 from megatron_csbp.transformer.rotary import RowRotaryEmbedding
 
@@ -66,7 +66,10 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
 
         Weights start the same whatever the size of the context group.
         """
-        divides_blocks = self._settings.sharding.scheme in (Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
+        divides_blocks = self._settings.sharding.scheme in (
+            Scheme.BLOCK_PARALLEL,
+            Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL,
+        )
         if block_parallel_is_initialized():
             destroy_block_parallel()  # of an earlier model in this process
         initialize_block_parallel(pg_collection.cp.size() if divides_blocks else 1)

@@ -35,9 +35,8 @@ from megatron_csbp.model import BlockDiffusionModelConfig
 from megatron_csbp.reporting.instruments import instruments_from_args
 from megatron_csbp.reporting.start_summary import print_start_summary
 from megatron_csbp.torch_adam import correct_distributed_optimizer_now
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.core_attention import GRAD_REDUCE_DTYPES, BlockDiffusionSettings
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, WindowAnchor
 
 ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
 
@@ -85,8 +84,8 @@ def parse_and_validate_args(
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, before, after)
     if arguments.is_block_diffusion(args):
         check_vocabulary(args, megatron_start.eod_token_id())
-        layout = arguments.sequence_layout(args, rank=0)
-        fill_head_groups(args, AttentionPlan(layout, CleanAttention(args.clean_attention)))
+        plans = arguments.static_plans(args, rank=0)
+        fill_head_groups(args, [plans.plan(mask) for mask in arguments.masks(args)])
         fill_loss_chunk_rows(args)
         args.csbp_whole_last_layer = why_last_layer_is_whole(args, objective_from_args(args).loss_on_clean_rows)
         validate_data_files(args)
@@ -107,11 +106,10 @@ def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
     """
     config = gpt_config_from_args(args, model_config_cls=BlockDiffusionModelConfig, **kwargs)
     config.block_diffusion = BlockDiffusionSettings(
-        sequence_length=args.clean_seq_length,
-        block_size=args.diffusion_block_size,
-        scheme=Scheme(args.diffusion_scheme),
-        assignment=BlockAssignment(args.block_assignment),
+        sample=arguments.static_sample(args),
+        sharding=arguments.sharding(args),
         clean_attention=CleanAttention(args.clean_attention),
+        window_anchor=WindowAnchor(args.window_anchor),
         backend=args.csbp_attention_backend,
         num_head_groups=args.csbp_head_groups,
         grad_reduce_dtype=GRAD_REDUCE_DTYPES[args.csbp_grad_reduce_dtype],
@@ -127,7 +125,7 @@ def datasets_provider(args: Namespace) -> Callable[..., Any]:
         return build_train_valid_test_datasets(
             args,
             num_samples,
-            arguments.sequence_layout(args, megatron_compat.context_parallel_rank()),
+            arguments.static_plans(args, megatron_compat.context_parallel_rank()),
             objective_from_args(args),
             vp_stage=vp_stage,
             is_built=partial(megatron_compat.rank_loads_data, vp_stage, on_every_stage=args.full_validation),

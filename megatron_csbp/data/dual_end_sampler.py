@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dual-end sampler: reads of each sample only the tokens that a rank's rows need.
 
-Shapes: S local rows of a layout, L clean sequence length.
+Shapes: S local rows of a rank, L clean sequence length.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import numpy.typing as npt
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
 from megatron_csbp.data import gpt_dataset_access as access
-from megatron_csbp.loss.objectives.interface import CleanRows
-from megatron_csbp.transformer.layout import SequenceLayout
+from megatron_csbp.objectives.interface import CleanRows
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.transfers import merge
 
 IntArray = npt.NDArray[np.int64]
 
@@ -70,31 +72,29 @@ class DualEndSampler:
 
     Args:
         dataset: Megatron's GPTDataset, MockGPTDataset, or BlendedDataset of them, with L tokens a sample.
-        layout: the rank's rows.
+        sequence_length: L.
         padded_vocab_size: token ids must be below this.
 
     Raises:
         ValueError: the dataset is of another kind or has another sequence length.
     """
 
-    def __init__(self, dataset: Any, layout: SequenceLayout, padded_vocab_size: int) -> None:
+    def __init__(self, dataset: Any, sequence_length: int, padded_vocab_size: int) -> None:
         self.dataset = dataset
-        self.layout = layout
         self.padded_vocab_size = padded_vocab_size
         for part in dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]:
-            _check_dataset(part, layout)
-        self._ranges = _token_ranges(layout)
-        self._text_index = _text_index(layout, self._ranges)
+            _check_dataset(part, sequence_length)
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.dataset)
 
-    def read(self, sample_index: int) -> CleanRows:
+    def read(self, sample_index: int, rows: RankRows) -> CleanRows:
         """Return the data under this rank's rows of a sample.
 
         Args:
             sample_index: index into the dataset.
+            rows: the rank's rows.
 
         Raises:
             ValueError: a token id is not in the vocabulary.
@@ -104,19 +104,19 @@ class DualEndSampler:
             dataset_index, dataset_sample_index = access.blend_indices(dataset)
             index = int(dataset_sample_index[sample_index])
             dataset = dataset.datasets[int(dataset_index[sample_index])]
-        sample = _sample_text(dataset, index)
-        text = np.concatenate([sample.read(dataset.dataset, first, last) for first, last in self._ranges])
-        is_padding = np.concatenate([np.arange(first, last) >= sample.num_tokens for first, last in self._ranges])
+        sample, reads = _sample_text(dataset, index), _reads(rows)
+        text = np.concatenate([sample.read(dataset.dataset, first, last) for first, last in reads.ranges])
+        is_padding = np.concatenate([np.arange(first, last) >= sample.num_tokens for first, last in reads.ranges])
         self._check_vocabulary(text, dataset.dataset_path, sample_index)
         is_maskable = np.ones(text.shape, dtype=np.bool_)
         if dataset.config.eod_mask_loss:
             is_maskable = text != dataset.config.tokenizer.eod
-        here, following = self._text_index, self._text_index + 1
+        here, following = reads.text_index, reads.text_index + 1
         return CleanRows(
             tokens=text[here],
             next_tokens=text[following],
-            supervised=is_maskable[here] & ~is_padding[here],
-            next_supervised=is_maskable[here] & ~is_padding[following],
+            supervised=is_maskable[here] & ~is_padding[here] & reads.in_document,
+            next_supervised=is_maskable[here] & ~is_padding[following] & reads.next_in_document,
         )
 
     def _check_vocabulary(self, text: IntArray, path: str | None, sample_index: int) -> None:
@@ -131,17 +131,16 @@ class DualEndSampler:
             )
 
 
-def _check_dataset(dataset: Any, layout: SequenceLayout) -> None:
-    """Refuse datasets whose samples are not GPTDataset's, or that do not fit the layout."""
+def _check_dataset(dataset: Any, sequence_length: int) -> None:
+    """Refuse datasets whose samples are not GPTDataset's, or have another length."""
     if not access.reads_stock_samples(dataset):
         raise ValueError(
             f"dataset {type(dataset).__name__} makes its own samples, which cannot be read in part. Use --data-path "
             "or --mock-data, without --fim-data and --sft."
         )
-    if dataset.config.sequence_length != layout.sequence_length:
+    if dataset.config.sequence_length != sequence_length:
         raise ValueError(
-            f"the dataset has {dataset.config.sequence_length} tokens a sample, but the layout needs "
-            f"{layout.sequence_length}, the value of --seq-length."
+            f"the dataset has {dataset.config.sequence_length} tokens a sample, but --seq-length is {sequence_length}."
         )
     if dataset.config.eod_mask_loss and dataset.config.tokenizer.eod is None:
         raise ValueError(
@@ -150,24 +149,31 @@ def _check_dataset(dataset: Any, layout: SequenceLayout) -> None:
         )
 
 
-def _token_ranges(layout: SequenceLayout) -> list[tuple[int, int]]:
-    """Return the token ranges [first, last) that the rows need, with the next token of each, merged and sorted."""
-    merged: list[tuple[int, int]] = []
-    for first, last in sorted({(s.first_position, s.first_position + s.length + 1) for s in layout.segments}):
-        if merged and first <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-        else:
-            merged.append((first, last))
-    return merged
+class _Reads:
+    """What of a sample a rank's rows need.
+
+    Attributes:
+        ranges: token ranges [first, last) with the next token of each row, disjoint and in order.
+        text_index: where each row's token lies in the ranges' joined text, int64 [S]; the next lies one further.
+        in_document: whether a row is of a document and not of padding between them, bool [S].
+        next_in_document: whether its next token is of the same document, bool [S].
+    """
+
+    def __init__(self, rows: RankRows) -> None:
+        self.ranges = merge((span.start, span.stop + 1) for span in rows.spans)
+        firsts = np.array([first for first, _ in self.ranges])
+        begins = np.cumsum([0] + [last - first for first, last in self.ranges[:-1]])
+        which = np.searchsorted(firsts, rows.sample_positions, side="right") - 1
+        self.text_index: IntArray = begins[which] + rows.sample_positions - firsts[which]
+        self.in_document = rows.sample_positions < rows.document_stops
+        ends = np.where(rows.document_stops == rows.sample.length, rows.sample.length + 1, rows.document_stops)
+        self.next_in_document = rows.sample_positions + 1 < ends
 
 
-def _text_index(layout: SequenceLayout, ranges: list[tuple[int, int]]) -> IntArray:
-    """Return where each row's token lies in the ranges' joined text, int64 [S]; the next token lies one further."""
-    firsts = np.array([first for first, _ in ranges])
-    begins = np.cumsum([0] + [last - first for first, last in ranges[:-1]])
-    which = np.searchsorted(firsts, layout.positions, side="right") - 1
-    index: IntArray = begins[which] + layout.positions - firsts[which]
-    return index
+@lru_cache(maxsize=2)
+def _reads(rows: RankRows) -> _Reads:
+    """Return what rows need; most runs have the same rows for every sample."""
+    return _Reads(rows)
 
 
 def _sample_text(dataset: Any, index: int) -> _SampleText:

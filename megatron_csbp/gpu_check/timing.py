@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 from megatron_csbp.gpu_check.settings import Settings
+from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.communication import PendingWork
-from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.kernels import AttentionKernel
 from megatron_csbp.transformer.kernels.flex import compiled_flex_attention
 from megatron_csbp.transformer.kernels.flex_mask import local_block_mask

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_csbp.gpu_check.settings import Settings
+from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention, gather_slot
 from megatron_csbp.transformer.communication import PendingWork
-from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.kernels import AttentionKernel
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 from megatron_csbp.transformer.streams import Waitable, side_stream

@@ -36,9 +36,23 @@ class LossRowSelection:
     corrupted_R: Tensor
     is_empty: bool = False
 
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.rows_R.numel()
+
+    def to(self, device: torch.device) -> "LossRowSelection":
+        """Return the selection on a device, without waiting for it."""
+        moved = (
+            t.to(device, non_blocking=True) for t in (self.rows_R, self.targets_R, self.weights_R, self.corrupted_R)
+        )
+        return LossRowSelection(*moved, is_empty=self.is_empty)
+
 
 def select_loss_rows(targets_BS: Tensor, weights_BS: Tensor, is_corrupted_S: Tensor) -> LossRowSelection:
     """Select the rows with a weight; without any, one row of weight 0, so that every rank runs every layer.
+
+    On the host: the number of rows is the size of what follows.
 
     Args:
         targets_BS: token to predict at each row, int64.

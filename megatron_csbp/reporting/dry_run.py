@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_csbp.reporting.flops import ModelShape
+from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.attention_plan import AttentionPlan
 from megatron_csbp.transformer.communication import ContextGroupExchange
-from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 

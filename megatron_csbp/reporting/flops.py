@@ -9,8 +9,11 @@ convention too. Forward passes repeated by recomputation and the scores repeated
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention, allowed_pairs
-from megatron_csbp.transformer.layout import BlockAssignment, SequenceLayout
+from megatron_csbp.transformer.geometry.layer_plans import rank_rows
+from megatron_csbp.transformer.geometry.plan import plan_attention
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Sharding
+from megatron_csbp.transformer.geometry.visibility import Mask, allowed_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,25 +59,25 @@ class ModelShape:
         return 12 * self.num_query_heads * self.head_dim
 
 
-def training_flops(
-    shape: ModelShape, sequence_length: int, block_size: int, clean_attention: CleanAttention, loss_rows: int
-) -> int:
-    """Return the operations of one training step of one sequence, whatever the scheme.
+def training_flops(shape: ModelShape, sample: Sample, masks: Sequence[Mask], loss_rows: int) -> int:
+    """Return the operations of one training step of one sample, whatever the scheme.
 
-    Both copies' 2L rows pass the layers, attention computes the pairs that the mask allows, and logits are computed
-    for the rows that carry loss. The clean rows that pure BP computes on every rank count once: repeating them is no
-    useful work.
+    The rows of all copies pass the layers, attention computes the pairs that each layer's mask allows, and logits are
+    computed for the rows that carry loss. The clean rows that pure BP computes on every rank count once: repeating
+    them is no useful work.
 
     Args:
         shape: sizes of the model.
-        sequence_length: L, clean tokens.
-        block_size: M.
-        clean_attention: mask of the clean copy.
-        loss_rows: rows of both copies that carry loss.
+        sample: geometry of the sample.
+        masks: mask of each layer, or one for all.
+        loss_rows: rows of all copies that carry loss.
     """
-    pairs = allowed_pairs(sequence_length, block_size, clean_attention)
-    layer = 2 * sequence_length * shape.layer_flops_per_row + pairs * shape.attention_flops_per_pair
-    return shape.num_layers * layer + loss_rows * shape.logit_flops_per_row
+    rows = sample.length + int(sample.active_blocks.sum()) * sample.block_size
+    layers = masks if len(masks) > 1 else list(masks) * shape.num_layers
+    assert len(layers) == shape.num_layers, "one mask for each layer, or one for all"
+    pairs = sum(list(layers).count(mask) * allowed_pairs(sample, mask) for mask in set(layers))
+    linear = shape.num_layers * rows * shape.layer_flops_per_row
+    return linear + pairs * shape.attention_flops_per_pair + loss_rows * shape.logit_flops_per_row
 
 
 @dataclass(frozen=True)
@@ -100,22 +103,22 @@ class Work:
         return max(self.pairs) / min(self.pairs)
 
 
-def attention_work(layout: SequenceLayout, clean_attention: CleanAttention) -> Work:
+def attention_work(sample: Sample, sharding: Sharding, mask: Mask) -> Work:
     """Return what each rank of a context group computes in one attention layer, from the ranks' own plans.
 
     Args:
-        layout: any rank's layout.
-        clean_attention: mask of the clean copy.
+        sample: geometry of the sample.
+        sharding: how it is spread.
+        mask: of the layer.
     """
-    plans = (AttentionPlan(replace(layout, rank=rank), clean_attention) for rank in range(layout.group_size))
-    allowed = allowed_pairs(layout.sequence_length, layout.block_size, clean_attention)
-    return Work(tuple(plan.num_pairs for plan in plans), allowed)
+    plans = (plan_attention(rank_rows(sample, sharding, rank), mask) for rank in range(sharding.group_size))
+    return Work(tuple(plan.num_pairs for plan in plans), allowed_pairs(sample, mask))
 
 
-def assignment_speedup(layout: SequenceLayout, clean_attention: CleanAttention) -> float:
+def assignment_speedup(sample: Sample, sharding: Sharding, mask: Mask) -> float:
     """Return the busiest rank's pairs under `contiguous` over those under `dual-end`: modelled, not measured."""
-    busiest: Sequence[int] = [
-        max(attention_work(replace(layout, assignment=assignment), clean_attention).pairs)
+    contiguous, dual_end = (
+        max(attention_work(sample, replace(sharding, assignment=assignment), mask).pairs)
         for assignment in (BlockAssignment.CONTIGUOUS, BlockAssignment.DUAL_END)
-    ]
-    return busiest[0] / busiest[1]
+    )
+    return contiguous / dual_end

@@ -185,17 +185,14 @@ def attention_backward(
     gathers = None if gathered is not None else context.gather_ahead(local, groups)
     grads = Gradients(_zeros(queries.query), KeyValue(_zeros(local.key), _zeros(local.value)))
     beside_reduces = _shares(executor.backward_local(plan, queries, local, grads), max(1, len(groups)))
-    keys = None if not groups else _next_keys(gathers, gathered)
+    keys = _next_keys(gathers, gathered) if groups else None
     for number, heads in enumerate(groups):
         assert keys is not None
-        sent = KeyValue(_zeros(keys.key), _zeros(keys.value))
-        group_grads = Gradients(grads.query[:, :, heads.queries], sent)
-        for tile in plan.gathered_tiles:
-            executor.backward(tile, queries.heads(heads.queries), keys, group_grads)
+        sent = _send_side(executor, plan, queries.heads(heads.queries), keys, grads.query[:, :, heads.queries])
         if gathers is not None:
             gathers.finish()
-        del keys  # two groups' keys at most
-        # The wait for the next gather comes before the sum starts: one collective under way at a time.
+        # The wait for the next gather comes before the sum starts: one collective under way at a time. And the keys
+        # of this group go before the gather after the next starts: two groups' keys at most are alive.
         keys = _next_keys(gathers, gathered, start=False) if number + 1 < len(groups) else None
         pending = context.start_reduce(sent, grads.keys.heads(heads.keys), local.key.dtype)
         for tile in beside_reduces[number]:
@@ -206,12 +203,21 @@ def attention_backward(
     if not groups:
         for tile in beside_reduces[0]:
             executor.backward(tile, queries, local, grads)
-    return grads.query.to(queries.query.dtype), grads.keys.key.to(local.key.dtype), grads.keys.value.to(local.key.dtype)
+    dtype = local.key.dtype
+    return grads.query.to(dtype), grads.keys.key.to(dtype), grads.keys.value.to(dtype)
 
 
-def _next_keys(
-    gathers: GatherAhead | None, gathered: deque[KeyValue] | None, *, start: bool = True
+def _send_side(
+    executor: TileExecutor, plan: AttentionPlan, queries: QuerySide, keys: KeyValue, grad_query_SBND: Tensor
 ) -> KeyValue:
+    """Run one head group's tiles with gathered keys, and return those keys' gradients [R, B, K, D]."""
+    grads = Gradients(grad_query_SBND, KeyValue(_zeros(keys.key), _zeros(keys.value)))
+    for tile in plan.gathered_tiles:
+        executor.backward(tile, queries, keys, grads)
+    return grads.keys
+
+
+def _next_keys(gathers: GatherAhead | None, gathered: deque[KeyValue] | None, *, start: bool = True) -> KeyValue:
     """Return the next group's gathered keys and values, from the network or from the recomputed forward pass."""
     if gathers is not None:
         return gathers.wait(start_next=start)

@@ -152,7 +152,9 @@ class ContextGroupExchange:
             self._enter(transfer, copies, Collective.REDUCE_SCATTER, buffers, payload_dtype)
             payloads = [buffer_RBKD.to(payload_dtype) for buffer_RBKD in buffers]
             gathers_all = transfer.lowering is Lowering.ALL_GATHER
-            jobs.append((self._reduce_scatter if gathers_all else self._return_ranges)(payloads, totals_SBKD, transfer))
+            jobs.append(
+                (self._reduce_scatter if gathers_all else self._return_ranges)(payloads, totals_SBKD, transfer)
+            )
         return self._launch(jobs)
 
     def _all_gather(self, tensors_SBKD: Sequence[Tensor], transfer: Transfer) -> _Job[list[Tensor]]:
@@ -180,9 +182,7 @@ class ContextGroupExchange:
             outs = [torch.empty_like(section) for section in given]
 
         def finish() -> None:
-            places = [
-                total.narrow(0, row, length) for total in totals_SBKD for row, length in transfer.parts
-            ]
+            places = [total.narrow(0, row, length) for total in totals_SBKD for row, length in transfer.parts]
             for place, out in zip(places, outs, strict=True):
                 length = place.shape[0]
                 if self._uses_nccl:

@@ -69,9 +69,7 @@ class BlockDiffusionSettings:
             config: Megatron's config.
             layer_number: number of the layer, from 1.
         """
-        return Mask(
-            self.clean_attention, megatron_compat.layer_window(config, layer_number), self.window_anchor
-        )
+        return Mask(self.clean_attention, megatron_compat.layer_window(config, layer_number), self.window_anchor)
 
     def plan_keys(self, config: TransformerConfig) -> tuple[PlanKey, ...]:
         """Return the masks of the model's layers, and that of a last layer without clean queries."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The corrupted rows of a rank on their own, and back among the clean ones.
 
-Shapes: S local rows, V corrupted ones among them, of all views; with sequence parallelism each tensor-parallel rank holds an equal
-run of either.
+Shapes: S local rows, V corrupted ones among them, of all views; with sequence parallelism each tensor-parallel rank
+holds an equal run of either.
 """
 
 from dataclasses import dataclass

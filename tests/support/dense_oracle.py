@@ -73,10 +73,7 @@ def random_problem(
     heads = (num_query_heads, num_key_value_heads, num_key_value_heads, num_query_heads)
     rows = (num_views + 1) * sequence_length
     return Problem(
-        *(
-            torch.randn(rows, micro_batch_size, n, head_dim, dtype=torch.float64, generator=generator)
-            for n in heads
-        )
+        *(torch.randn(rows, micro_batch_size, n, head_dim, dtype=torch.float64, generator=generator) for n in heads)
     )
 
 

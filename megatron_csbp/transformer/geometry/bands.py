@@ -99,9 +99,7 @@ def _own_blocks(run: Run, block: int, mask: Mask, keys: KeyMap) -> Iterator[Piec
         row, position = run.row + first * block, run.start + first * block
         key = row if run.corrupted else keys.local(position)
         if run.corrupted or mask.window is None or mask.window >= block:
-            piece = Piece(
-                KeySource.LOCAL, MaskKind.FULL, row, block, key, num_keys, (), True, run.corrupted
-            )
+            piece = Piece(KeySource.LOCAL, MaskKind.FULL, row, block, key, num_keys, (), True, run.corrupted)
             yield from piece.repeated(number, block, block)
             continue
         # Clean rows whose window is shorter than their block do not see all of it.

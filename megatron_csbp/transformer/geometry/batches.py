@@ -3,13 +3,13 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_csbp.transformer.geometry.sample import IntArray
 from megatron_csbp.transformer.geometry.tiles import KeySource, MaskKind, Repeats, RowPattern, Tile
-
 
 type Series = tuple[tuple[int, int, int], ...]
 """(count, row stride, key stride) of nested repetitions, outermost first."""
@@ -109,7 +109,7 @@ def _joined(group: list[Piece]) -> list[_Problem]:
             else:
                 runs.append(piece)
         group = runs
-    spacings = {after.row - before.row for before, after in zip(group, group[1:], strict=False)}
+    spacings = {after.row - before.row for before, after in pairwise(group)}
     lengths = {piece.num_rows for piece in group}
     if len(group) > 1 and len(spacings) == len(lengths) == 1 and min(spacings) > 0:
         return [_Problem(group[0], len(group), spacings.pop())]

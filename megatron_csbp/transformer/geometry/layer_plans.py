@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plans of one rank for one sample: one for full layers, one for layers with a window, each without clean queries
-where the last layer asks for it. Pure.
-"""
+"""The plans of one rank for one sample: one for full layers, and one for layers with a window. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

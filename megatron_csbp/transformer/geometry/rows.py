@@ -142,6 +142,11 @@ class RankRows:
         return np.maximum(self.sample_positions - self.sample.documents[document, 0], 0)
 
     @cached_property
+    def document_stops(self) -> IntArray:
+        """First position behind the document of every local row, int64 [S]; rows from there on are padding."""
+        return self.sample.documents[np.maximum(self.sample.document_of(self.sample_positions), 0), 1]
+
+    @cached_property
     def copies(self) -> IntArray:
         """View of every local row, or CLEAN, int64 [S]."""
         return np.concatenate([np.full(span.length, span.copy) for span in self.spans])

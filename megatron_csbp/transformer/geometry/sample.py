@@ -60,8 +60,8 @@ class Sample:
             or not len(starts)
         ):
             raise ValueError(
-                f"documents {self.documents.tolist()} must be in order, not empty, and start at multiples of the block "
-                f"size {self.block_size} within {self.length} positions."
+                f"documents {self.documents.tolist()} must be in order, not empty, and start at multiples of "
+                f"the block size {self.block_size} within {self.length} positions."
             )
         if self.active is not None:
             active = np.ascontiguousarray(self.active, dtype=np.bool_)

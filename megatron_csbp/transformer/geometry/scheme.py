@@ -68,8 +68,8 @@ def resolve_scheme(context_parallel_size: int, block_parallel_size: int, context
     if block_parallel_size == 1:
         raise ValueError(
             f"--context-parallel-size {context_parallel_size} with --diffusion-block-size and without --bp-size is "
-            f"ambiguous. Add --bp-size {context_parallel_size} for CSBP, which does not send corrupted keys and values, "
-            "or --context-scheme cp to run the CP baseline on purpose."
+            f"ambiguous. Add --bp-size {context_parallel_size} for CSBP, which sends no corrupted keys and values, or "
+            "--context-scheme cp to run the CP baseline on purpose."
         )
     raise ValueError(
         f"--block-parallel-size {block_parallel_size} differs from --context-parallel-size {context_parallel_size}: "

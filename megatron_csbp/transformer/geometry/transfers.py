@@ -199,7 +199,9 @@ def subtract(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[I
     """Return what of the intervals is in no hole."""
     left = list(intervals)
     for hole_start, hole_stop in holes:
-        cut = [piece for start, stop in left for piece in ((start, min(stop, hole_start)), (max(start, hole_stop), stop))]
+        cut = [
+            piece for start, stop in left for piece in ((start, min(stop, hole_start)), (max(start, hole_stop), stop))
+        ]
         left = [(start, stop) for start, stop in cut if start < stop]
     return left
 
@@ -217,9 +219,7 @@ def clean_transfer(needs: Needs) -> Transfer:
     sent = [_held_by(rows, intervals, rows.rank) for intervals in needs.by_rank]
     arrivals = np.concatenate([np.arange(start, stop) for part in pieces for start, stop in part] or [_NONE])
     in_order = bool((np.diff(arrivals) > 0).all())
-    send_rows = [
-        np.arange(stop - start) + rows.row_of(CLEAN, start) for part in sent for start, stop in part
-    ]
+    send_rows = [np.arange(stop - start) + rows.row_of(CLEAN, start) for part in sent for start, stop in part]
     return _ranges(
         needs.lowering,
         send_rows=np.concatenate(send_rows or [_NONE]),
@@ -242,11 +242,7 @@ def corrupted_transfer(needs: Needs) -> Transfer:
         return _all_gather(size, parts, longest) if longest else Transfer(Lowering.NOTHING, size)
     received = [_total(_corrupted_rows(rows, needs.by_rank[rows.rank], source)) for source in range(size)]
     sent = [_corrupted_rows(rows, intervals, rows.rank) for intervals in needs.by_rank]
-    held = [
-        np.arange(stop - start) + rows.row_of(view, start)
-        for per_rank in sent
-        for view, start, stop in per_rank
-    ]
+    held = [np.arange(stop - start) + rows.row_of(view, start) for per_rank in sent for view, start, stop in per_rank]
     return _ranges(
         needs.lowering,
         send_rows=np.concatenate(held or [_NONE]),
@@ -303,12 +299,14 @@ def _held_by(rows: RankRows, intervals: Sequence[Interval], owner: int) -> list[
 def _corrupted_rows(rows: RankRows, intervals: Sequence[Interval], owner: int) -> list[tuple[int, int, int]]:
     """Return (view, start, stop) of the active blocks' positions that an owner has in these intervals."""
     block = rows.sample.block_size
-    found = []
+    found: list[tuple[int, int, int]] = []
     for start, stop in _held_by(rows, intervals, owner):
         for view in rows.sample.views:
-            for number in range(start // block, -(-stop // block)):
-                if rows.sample.active_blocks[view, number]:
-                    found.append((view, max(start, number * block), min(stop, (number + 1) * block)))
+            found += [
+                (view, max(start, number * block), min(stop, (number + 1) * block))
+                for number in range(start // block, -(-stop // block))
+                if rows.sample.active_blocks[view, number]
+            ]
     return found
 
 

@@ -13,10 +13,10 @@ from megatron.training.datasets import data_samplers
 from torch import Tensor
 
 from megatron_csbp.data.datasets import EVALUATION_SEED, BlockDiffusionDataset, build_train_valid_test_datasets
-from megatron_csbp.loss.objectives import ObjectiveConfig, build_objective
+from megatron_csbp.objectives import ObjectiveConfig, build_objective
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout
 from tests.unit_tests.data.support import VOCAB, config, documents, megatron_args, stock_datasets, write_indexed
-from tests.unit_tests.loss.objectives.support import SPREAD_SCHEMES, layouts_of, reassembled, single
+from tests.unit_tests.objectives.support import SPREAD_SCHEMES, layouts_of, reassembled, single
 
 LENGTH, BLOCK, MASK, SAMPLES = 32, 4, 63, 24
 OBJECTIVE = build_objective(ObjectiveConfig(name="block-diffusion", mask_token_id=MASK))

@@ -9,7 +9,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron_csbp.data.dual_end_sampler import DualEndSampler
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 from tests.unit_tests.data.support import EOD, PAD, VOCAB, Tokenizer, config, documents, stock_datasets, write_indexed
-from tests.unit_tests.loss.objectives.support import TOPOLOGIES, layouts_of, single
+from tests.unit_tests.objectives.support import TOPOLOGIES, layouts_of, single
 
 LENGTH, BLOCK = 64, 4
 

@@ -21,7 +21,7 @@ from megatron_csbp.gpu_check import timing, training_step, whole_group
 from megatron_csbp.gpu_check.settings import full_form, reduced_form
 from megatron_csbp.gpu_check.timing import time_backend, time_dense_flex
 from megatron_csbp.gpu_check.whole_group import allowed_mask, dense_attention, group_attention, random_problem
-from megatron_csbp.transformer.attention_plan import CleanAttention
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels import AttentionKernel, flex
 from megatron_csbp.transformer.kernels.flex import FlexKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel

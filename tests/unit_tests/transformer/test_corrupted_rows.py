@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer.attention_plan import CleanAttention
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.corrupted_rows import among_all_rows, corrupted_rows
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.layout import Scheme

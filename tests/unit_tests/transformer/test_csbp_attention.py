@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer.attention_plan import CleanAttention
-from megatron_csbp.transformer.csbp_attention import block_diffusion_attention
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
+from megatron_csbp.transformer.attention import block_diffusion_attention
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group, attend_on_rank

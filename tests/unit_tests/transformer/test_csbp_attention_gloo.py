@@ -16,7 +16,7 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_csbp.transformer.attention_plan import CleanAttention
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.collectives import start_all_gathers, start_reduce_scatters
 from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, Stream

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer.attention_plan import CleanAttention
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.layout import Scheme
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
 from tests.support.dense_oracle import Problem

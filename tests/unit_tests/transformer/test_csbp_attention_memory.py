@@ -12,7 +12,7 @@ from megatron_csbp.reporting.flops import ModelShape
 from megatron_csbp.reporting.memory_meter import AllocationMeter, SavedActivations
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.communication import ContextGroupExchange
-from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
+from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer.attention_plan import CleanAttention
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.transformer_engine import TransformerEngineKernel
 from megatron_csbp.transformer.kernels.transformer_engine_adapter import FusedAttention

@@ -11,13 +11,12 @@ With w_a = 0 it is left out, of the denominator too.
 """
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 
-from megatron_csbp.data.noise import SampleNoise
-from megatron_csbp.loss.noise_schedules import noise_times
-from megatron_csbp.loss.objectives.interface import (
+from megatron_csbp.objectives.interface import (
     CleanRows,
     LossRows,
     LossSums,
@@ -27,8 +26,10 @@ from megatron_csbp.loss.objectives.interface import (
     masked_rows,
     ratio,
 )
-from megatron_csbp.transformer.attention_plan import CleanAttention
-from megatron_csbp.transformer.layout import SequenceLayout
+from megatron_csbp.objectives.noise import SampleNoise
+from megatron_csbp.objectives.noise_schedules import noise_times
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 
 
 class NemotronObjective(Objective):
@@ -67,18 +68,19 @@ class NemotronObjective(Objective):
             raise ValueError(f"--ar-loss-weight {ar} must be a number, 0 or more. Use {self.default_ar_loss_weight}.")
         self.loss_on_clean_rows = self.ar_loss_weight > 0.0
 
-    def place(self, rows: CleanRows, noise: SampleNoise, layout: SequenceLayout) -> LossRows:
+    def place(self, clean: CleanRows, noises: Sequence[SampleNoise], rows: RankRows) -> LossRows:
         """See :meth:`Objective.place`."""
-        chance = float(noise_times(np.array(noise.sequence_level()), self.config.noise_eps))
-        is_masked = masked_rows(rows, noise, layout, chance)
-        is_ar = ~layout.is_corrupted & layout.is_counted & rows.next_supervised & self.loss_on_clean_rows
+        levels = np.array([noise.sequence_level() for noise in noises])
+        chance = noise_times(levels, self.config.noise_eps)[np.maximum(rows.copies, 0)]
+        is_masked = masked_rows(clean, noises, rows, chance)
+        is_ar = ~rows.is_corrupted & rows.is_counted & clean.next_supervised & self.loss_on_clean_rows
         weights = np.where(is_masked, self.diffusion_loss_weight / chance, np.where(is_ar, self.ar_loss_weight, 0.0))
         return LossRows(
-            tokens=np.where(is_masked, self.config.mask_token_id, rows.tokens),
-            targets=np.where(layout.is_corrupted, rows.tokens, rows.next_tokens),
+            tokens=np.where(is_masked, self.config.mask_token_id, clean.tokens),
+            targets=np.where(rows.is_corrupted, clean.tokens, clean.next_tokens),
             weights=weights.astype(np.float32),
             num_tokens=int(np.count_nonzero(is_masked) + np.count_nonzero(is_ar)),
-            num_supervised=int(np.count_nonzero(rows.supervised & layout.is_corrupted)),
+            num_supervised=int(np.count_nonzero(clean.supervised & rows.is_corrupted)),
         )
 
     def reports(self, sums: LossSums, evaluating: bool) -> Reports:

@@ -4,8 +4,8 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron_csbp.loss.objectives.block_diffusion import BlockDiffusionObjective
-from megatron_csbp.loss.objectives.interface import (
+from megatron_csbp.objectives.block_diffusion import BlockDiffusionObjective
+from megatron_csbp.objectives.interface import (
     CleanRows,
     LossRows,
     LossSums,
@@ -13,7 +13,7 @@ from megatron_csbp.loss.objectives.interface import (
     ObjectiveConfig,
     Reports,
 )
-from megatron_csbp.loss.objectives.nemotron import NemotronObjective
+from megatron_csbp.objectives.nemotron import NemotronObjective
 
 OBJECTIVES: Mapping[str, type[Objective]] = MappingProxyType(
     {objective.name: objective for objective in (BlockDiffusionObjective, NemotronObjective)}

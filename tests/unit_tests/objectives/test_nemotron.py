@@ -3,11 +3,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_csbp.data.noise import SampleNoise
-from megatron_csbp.loss.objectives import LossSums, Objective, ObjectiveConfig, build_objective
-from megatron_csbp.transformer.attention_plan import CleanAttention
+from megatron_csbp.objectives.noise import SampleNoise
+from megatron_csbp.objectives import LossSums, Objective, ObjectiveConfig, build_objective
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme
-from tests.unit_tests.loss.objectives.support import TOPOLOGIES, layouts_of, reassembled, rows_under, single
+from tests.unit_tests.objectives.support import TOPOLOGIES, layouts_of, reassembled, rows_under, single
 
 MASK, LENGTH, BLOCK, EPS = 99, 64, 4, 1e-3
 TEXT = np.random.default_rng(4).permutation(90)[: LENGTH + 1]

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from megatron_csbp.loss.noise_schedules import NOISE_SCHEDULES, check_noise_eps, noise_schedule, noise_times
+from megatron_csbp.objectives.noise_schedules import NOISE_SCHEDULES, check_noise_eps, noise_schedule, noise_times
 
 TIMES = np.linspace(1e-3, 1.0, 4001)
 

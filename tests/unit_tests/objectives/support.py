@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from megatron_csbp.loss.objectives import CleanRows
+from megatron_csbp.objectives import CleanRows
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 
 SPREAD_SCHEMES = [Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL]

@@ -6,25 +6,26 @@ weight w(t) = p'(t)/p(t); the mask token is out of the softmax; the sum is divid
 not. No loss on the clean copy.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 
-from megatron_csbp.data.noise import SampleNoise
-from megatron_csbp.loss.noise_schedules import noise_times
-from megatron_csbp.loss.objectives.interface import (
+from megatron_csbp.objectives.interface import (
     CleanRows,
     LossRows,
     LossSums,
     Objective,
     ObjectiveConfig,
     Reports,
-    corrupted_values,
+    block_values,
     masked_rows,
     ratio,
 )
-from megatron_csbp.transformer.attention_plan import CleanAttention
-from megatron_csbp.transformer.layout import SequenceLayout
+from megatron_csbp.objectives.noise import SampleNoise
+from megatron_csbp.objectives.noise_schedules import noise_times
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 
 
 class BlockDiffusionObjective(Objective):
@@ -54,15 +55,16 @@ class BlockDiffusionObjective(Objective):
                 f"{self.name} has one term, of weight 1. Use --diffusion-objective nemotron, or leave the flag out."
             )
 
-    def place(self, rows: CleanRows, noise: SampleNoise, layout: SequenceLayout) -> LossRows:
+    def place(self, clean: CleanRows, noises: Sequence[SampleNoise], rows: RankRows) -> LossRows:
         """See :meth:`Objective.place`."""
-        times = noise_times(noise.block_levels(layout.num_blocks), self.config.noise_eps)
-        is_masked = masked_rows(rows, noise, layout, corrupted_values(self.schedule.move_chance(times), layout))
-        weights = np.where(is_masked, corrupted_values(self.schedule.weight(times), layout), 0.0)
-        num_supervised = int(np.count_nonzero(rows.supervised & layout.is_corrupted))
+        levels = np.stack([noise.block_levels(rows.sample.num_blocks) for noise in noises])
+        times = block_values(noise_times(levels, self.config.noise_eps), rows)
+        is_masked = masked_rows(clean, noises, rows, self.schedule.move_chance(times))
+        weights = np.where(is_masked, self.schedule.weight(times), 0.0)
+        num_supervised = int(np.count_nonzero(clean.supervised & rows.is_corrupted))
         return LossRows(
-            tokens=np.where(is_masked, self.config.mask_token_id, rows.tokens),
-            targets=rows.tokens,
+            tokens=np.where(is_masked, self.config.mask_token_id, clean.tokens),
+            targets=clean.tokens,
             weights=weights.astype(np.float32),
             num_tokens=num_supervised,
             num_supervised=num_supervised,

@@ -3,11 +3,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_csbp.data.noise import SampleNoise
-from megatron_csbp.loss.noise_schedules import NOISE_SCHEDULES, noise_times
-from megatron_csbp.loss.objectives import OBJECTIVES, LossSums, Objective, ObjectiveConfig, build_objective
-from megatron_csbp.transformer.attention_plan import CleanAttention
-from tests.unit_tests.loss.objectives.support import rows_under, single
+from megatron_csbp.objectives.noise import SampleNoise
+from megatron_csbp.objectives.noise_schedules import NOISE_SCHEDULES, noise_times
+from megatron_csbp.objectives import OBJECTIVES, LossSums, Objective, ObjectiveConfig, build_objective
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
+from tests.unit_tests.objectives.support import rows_under, single
 
 MASK, LENGTH, BLOCK = 99, 64, 8
 TEXT = np.arange(LENGTH + 1) % 90

@@ -6,10 +6,11 @@ always a weighted sum of cross-entropies over an integer count, so that ranks an
 
     loss = sum over counted rows of weight x CE(logits, target) / sum of num_tokens
 
-Arrays: S local rows of a layout, in its row order.
+Arrays: S local rows of a rank, in its row order; V views.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,10 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_csbp.data.noise import SampleNoise
-from megatron_csbp.loss.noise_schedules import NoiseSchedule, check_noise_eps, noise_schedule
-from megatron_csbp.transformer.attention_plan import CleanAttention
-from megatron_csbp.transformer.layout import SequenceLayout
+from megatron_csbp.objectives.noise import SampleNoise
+from megatron_csbp.objectives.noise_schedules import NoiseSchedule, check_noise_eps, noise_schedule
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.scheme import CLEAN
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -56,7 +58,7 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, eq=False)
 class CleanRows:
-    """The data under a rank's rows, before any noise. Both copies of a position hold the same values.
+    """The data under a rank's rows, before any noise. All copies of a position hold the same values.
 
     Attributes:
         tokens: token at each row's position, int64 [S].
@@ -80,7 +82,7 @@ class LossRows:
         targets: token to predict, int64 [S]; of no effect where the weight is 0.
         weights: weight of the row's cross-entropy, float32 [S]; 0 where the row carries no loss on this rank.
         num_tokens: this rank's part of the loss's denominator.
-        num_supervised: supervised tokens among the corrupted rows of this rank, masked or not.
+        num_supervised: supervised tokens among the corrupted rows of this rank, masked or not, of all views.
     """
 
     tokens: IntArray
@@ -141,16 +143,16 @@ class Objective(ABC):
         self.schedule: NoiseSchedule = noise_schedule(config.noise_schedule)
 
     @abstractmethod
-    def place(self, rows: CleanRows, noise: SampleNoise, layout: SequenceLayout) -> LossRows:
-        """Corrupt one view of one sample and say what each local row predicts.
+    def place(self, clean: CleanRows, noises: Sequence[SampleNoise], rows: RankRows) -> LossRows:
+        """Corrupt the views of one sample and say what each local row predicts.
 
         Whether a row is masked is kept as a boolean and never read back from the tokens: a data token equal to the
         mask id is an ordinary token.
 
         Args:
-            rows: the data under the local rows.
-            noise: noise of this view of this sample.
-            layout: the rank's rows.
+            clean: the data under the local rows.
+            noises: noise of each view of this sample, V of them.
+            rows: the rank's rows.
         """
 
     @abstractmethod
@@ -164,34 +166,33 @@ class Objective(ABC):
         """
 
 
-def corrupted_values(values: FloatArray, layout: SequenceLayout) -> FloatArray:
-    """Spread one value for each diffusion block [L/M] over the local rows, float64 [S] (clean rows too)."""
-    return values[layout.positions // layout.block_size]
+def block_values(values: FloatArray, rows: RankRows) -> FloatArray:
+    """Spread one value for each diffusion block of each view, float64 [V, L/M], over the local rows, float64 [S].
+
+    Clean rows get the values of view 0.
+    """
+    return values[np.maximum(rows.copies, 0), rows.sample_positions // rows.sample.block_size]
 
 
 def masked_rows(
-    rows: CleanRows, noise: SampleNoise, layout: SequenceLayout, move_chance: FloatArray | float
+    clean: CleanRows, noises: Sequence[SampleNoise], rows: RankRows, move_chance: FloatArray | float
 ) -> BoolArray:
     """Draw which rows are masked: supervised corrupted rows, each with its own chance.
 
     Args:
-        rows: the data under the local rows.
-        noise: noise of this view of this sample.
-        layout: the rank's rows.
+        clean: the data under the local rows.
+        noises: noise of each view of this sample.
+        rows: the rank's rows.
         move_chance: chance of each row, float64 [S], or one for all.
 
     Returns:
         bool [S].
     """
-    draws = np.ones(layout.num_rows)
-    for row, position, length in corrupted_segments(layout):
-        draws[row : row + length] = noise.uniforms(position, length)
-    return (draws < move_chance) & rows.supervised & layout.is_corrupted
-
-
-def corrupted_segments(layout: SequenceLayout) -> list[tuple[int, int, int]]:
-    """Return (first row, first position, length) of each run of corrupted rows."""
-    return [(s.first_row, s.first_position, s.length) for s in layout.segments if layout.is_corrupted[s.first_row]]
+    draws = np.ones(rows.num_rows)
+    for span in rows.spans:
+        if span.copy != CLEAN:
+            draws[span.first_row : span.first_row + span.length] = noises[span.copy].uniforms(span.start, span.length)
+    return (draws < move_chance) & clean.supervised & rows.is_corrupted
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:

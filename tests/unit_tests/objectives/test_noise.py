@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_csbp.data.noise import SampleNoise
+from megatron_csbp.objectives.noise import SampleNoise
 
 KEY = {"seed": 1234, "split": 0, "sample_index": 77, "view": 3}
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_csbp.data.noise import SampleNoise
-from megatron_csbp.loss.objectives import (
+from megatron_csbp.objectives.noise import SampleNoise
+from megatron_csbp.objectives import (
     OBJECTIVES,
     LossRows,
     LossSums,
@@ -16,9 +16,9 @@ from megatron_csbp.loss.objectives import (
     ObjectiveConfig,
     build_objective,
 )
-from megatron_csbp.loss.objectives.interface import ratio
+from megatron_csbp.objectives.interface import ratio
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
-from tests.unit_tests.loss.objectives.support import TOPOLOGIES, layouts_of, reassembled, rows_under, single
+from tests.unit_tests.objectives.support import TOPOLOGIES, layouts_of, reassembled, rows_under, single
 
 MASK, LENGTH, BLOCK = 99, 96, 4
 TEXT = np.random.default_rng(0).integers(0, 90, LENGTH + 1)

@@ -2,8 +2,8 @@
 """Noise of one sample as a pure function of its key. No global RNG, no rank, no torch.
 
 Every number comes from the counter-based generator Philox-4x64: the key is (seed, split), the upper three counter
-words are (what is drawn, sample index, view), the lowest counts the draws. Any rank, data worker or resumed run
-therefore draws the same numbers for the same sample, and a rank draws only the rows it owns.
+words are (what is drawn and for which view, sample index, epoch), the lowest counts the draws. Any rank, data worker
+or resumed run therefore draws the same numbers for the same sample, and a rank draws only the rows it owns.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 _DRAWS_PER_COUNT = 4
 _WORD_LIMIT = 1 << 64
+_VIEW_SHIFT = 8
 _BELOW_ONE = np.nextafter(1.0, 0.0)
 
 
@@ -28,13 +29,14 @@ class _Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class SampleNoise:
-    """The noise of one view of one sample.
+    """The noise of one view of one sample in one epoch.
 
     Attributes:
         seed: seed of the run (`--seed`), or the fixed seed of validation.
         split: 0 training, 1 validation, 2 test.
         sample_index: index of the sample in its dataset.
-        view: which corruption of the same sample: the epoch, where samples repeat under the same index.
+        epoch: how often the sample came before, where samples repeat under the same index.
+        view: which corrupted copy of the sample in the same step.
 
     Raises:
         ValueError: a part of the key is negative or does not fit 64 bits.
@@ -43,13 +45,16 @@ class SampleNoise:
     seed: int
     split: int
     sample_index: int
+    epoch: int = 0
     view: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("seed", "split", "sample_index", "view"):
+        for name in ("seed", "split", "sample_index", "epoch"):
             value = getattr(self, name)
             if not 0 <= value < _WORD_LIMIT:
                 raise ValueError(f"noise {name} {value} must be at least 0 and below 2**64.")
+        if not 0 <= self.view < _WORD_LIMIT >> _VIEW_SHIFT:
+            raise ValueError(f"noise view {self.view} must be at least 0 and below 2**{64 - _VIEW_SHIFT}.")
 
     def block_levels(self, num_blocks: int) -> npt.NDArray[np.float64]:
         """Return one noise level for each block, stratified: every interval [i/n, (i+1)/n) holds exactly one.
@@ -96,7 +101,9 @@ class SampleNoise:
         Raw words, since NumPy promises their values across versions, which it does not for Generator's methods.
         """
         counts, skipped = divmod(first, _DRAWS_PER_COUNT)
-        counter = np.array([counts, purpose, self.sample_index, self.view], dtype=np.uint64)
+        # View 0 has the counters of the time when there were no views (docs/adr/0018).
+        drawn = purpose | (self.view << _VIEW_SHIFT)
+        counter = np.array([counts, drawn, self.sample_index, self.epoch], dtype=np.uint64)
         philox = np.random.Philox(counter=counter, key=np.array([self.seed, self.split], dtype=np.uint64))
         draws: npt.NDArray[np.uint64] = np.asarray(philox.random_raw(skipped + length), dtype=np.uint64)
         return draws[skipped:]
