@@ -4,11 +4,14 @@
 Import it after the CPU runtime is installed: it needs Megatron.
 """
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
+import torch
 
 # Bound here, before `launch` rebinds the name in its module.
 from megatron.training.argument_utils import gpt_config_from_args
@@ -18,6 +21,7 @@ from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import check_resume, use_checkpoint_length
 from megatron_csbp.configuration.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
+from megatron_csbp.configuration.hardware_queues import check_one_queue
 from megatron_csbp.configuration.objective_flags import objective_from_args
 from megatron_csbp.configuration.performance_arguments import (
     fill_head_groups,
@@ -75,6 +79,9 @@ def parse_and_validate_args(
             )
         if args.use_checkpoint_args and "--seq-length" not in given:
             use_checkpoint_length(args)
+        if runtime.device == "cuda":
+            capability = torch.cuda.get_device_properties(0).major
+            check_one_queue(args, capability, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
         changes.extend(adapt_to_runtime(args, runtime))
         changes.extend(arguments.prepare_before_validation(args, frozenset(given)))
 

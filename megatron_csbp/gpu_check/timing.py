@@ -163,8 +163,8 @@ def _time_rank(kernel: AttentionKernel, settings: Settings, plan: AttentionPlan)
 
 
 def _time_causal(kernel: AttentionKernel, settings: Settings, plan: AttentionPlan) -> Timing:
-    """Return the time of one plain causal call with as many pairs as the rank computes."""
-    rows = max(1, round((2 * plan.num_pairs) ** 0.5))
+    """Return the time of one plain causal call with about as many pairs as the rank computes."""
+    rows = yardstick_rows(plan.num_pairs)
     query, key, value = (tensor.transpose(0, 1) for tensor in _projections(settings, rows))
     scale = settings.timing_heads.head_dim**-0.5
     out, lse = kernel.forward(query, key, value, causal=True, scale=scale)
@@ -178,6 +178,14 @@ def _time_causal(kernel: AttentionKernel, settings: Settings, plan: AttentionPla
     times = (_median_ms(forward, settings), _median_ms(backward, settings))
     what = "plain causal attention of equal work"
     return _timing(what, kernel.name, settings, plan, rows * (rows + 1) // 2, times, None)
+
+
+def yardstick_rows(pairs: int) -> int:
+    """Return how many rows a causal square of so many pairs has, to the nearest multiple of 128.
+
+    At other lengths backends take a slower operator or mask, which would flatter whatever is held against it.
+    """
+    return max(1, round((2 * pairs) ** 0.5 / 128)) * 128
 
 
 class _Instant:

@@ -29,6 +29,15 @@ from megatron_csbp.transformer.softmax_merge import merge_partial
 # Largest error, relative to the largest entry. A wrong kernel is off by the order of 1.
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-4, torch.float64: 1e-9}
 
+# Causal, G, T, U. Prefix tiles, which are most of the work, have lengths like those of the second half.
+_CASES = (
+    (True, 1, 96, 96),
+    (False, 2, 48, 80),
+    (False, 5, 4, 4),
+    (True, 1, 128, 128),
+    (False, 1, 128, 384),
+    (False, 2, 128, 128),
+)
 _NAMES = ("output", "log-sum-exp", "gradient of the query", "gradient of the key", "gradient of the value")
 _ALTERNATIVE = {"transformer_engine": "torch", "flex": "torch", "torch": "transformer_engine"}
 
@@ -72,8 +81,9 @@ def checked_kernel(
 def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, heads: HeadShape) -> None:
     """Compare a kernel with the reference on tiny cases, forward and backward.
 
-    The cases: a causal square; a rectangle whose keys come in two parts, merged, with the backward of each part from
-    merged results; many small squares; rows whose scores are all very negative; for a `LocalKernel` the local tiles of
+    The cases: causal squares; rectangles whose keys come in two parts, merged, with the backward of each part from
+    merged results; many small squares; each with lengths that are multiples of 128, for which backends choose another
+    operator or mask, and with others; rows whose scores are all very negative; for a `LocalKernel` the local tiles of
     a small plan.
 
     Args:
@@ -88,12 +98,12 @@ def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dty
     try:
         with torch.no_grad(), _on(device):
             _leave_nan_in_free_memory(device)
-            for causal, problems, rows, keys in ((True, 1, 96, 96), (False, 2, 48, 80), (False, 5, 4, 4)):
+            for causal, problems, rows, keys in _CASES:
                 inputs = _inputs(problems, rows, keys, dtype, device, heads)
                 got = _run_in_two_parts(kernel, inputs) if keys > rows else _run(kernel, inputs, causal)
                 exact = _run(ReferenceKernel(), [tensor.double() for tensor in inputs], causal)
                 _compare(kernel, device, dtype, got, exact)
-            for rows in (64, 192):
+            for rows in (64, 128, 192):
                 _check_negative_scores(kernel, device, dtype, heads, rows)
             if isinstance(kernel, LocalKernel):
                 _check_local(kernel, device, dtype, heads)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -178,6 +179,25 @@ def test_a_group_in_one_process_is_the_whole_sequence(
     result = group_attention(problem, scheme, 4, 8, clean, TorchCpuKernel(), head_groups)
     errors = result.max_errors(dense_attention(problem, 8, clean))
     assert {part: error for part, error in errors.items() if not error <= 2e-6} == {}  # it adds up in fp32
+
+
+@pytest.mark.parametrize("length", [64, 16384, 32768, 65536, 131072])
+def test_the_yardstick_is_a_length_for_which_backends_take_their_fast_path(length: int) -> None:
+    class Recording(TorchCpuKernel):
+        rows = 0
+
+        def forward(self, query: Any, *rest: Any, **options: Any) -> Any:
+            self.rows = query.shape[1]
+            return query, None
+
+        def backward(self, *tensors: Any, **options: Any) -> Any:
+            return None
+
+    kernel, plan = Recording(), timing._plan(SETTINGS, length, SETTINGS.timing_group_size)
+    timing._time_causal(kernel, SETTINGS, plan)
+    assert kernel.rows % 128 == 0
+    if length > 64:
+        assert kernel.rows * (kernel.rows + 1) / 2 == pytest.approx(plan.num_pairs, rel=0.02)
 
 
 class FlexOnCpu(TorchCpuKernel, FlexKernel):
