@@ -2,8 +2,8 @@
 """Encodes a long text in pieces, to the same ids as in one piece.
 
 The tokenizers library needs some 150 bytes of memory for each character of a text. So a long text is cut into pieces
-that overlap. Where two pieces agree on a run of tokens, what either makes of the text no longer depends on where it was
-cut, and the ids of the one are continued with those of the other.
+that overlap. Where two pieces agree on a run of tokens, what either makes of the text no longer depends on where it
+was cut, and the ids of the one are continued with those of the other.
 
 Arrays: n tokens of a piece.
 """
