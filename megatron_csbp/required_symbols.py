@@ -104,6 +104,13 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("megatron.training.checkpointing.load_args_from_checkpoint", "args load_arg", "--use-checkpoint-args"),
     ("megatron.core.dist_checkpointing.check_is_distributed_checkpoint", "checkpoint_dir", "the check on resuming"),
     ("megatron.core.dist_checkpointing.load_common_state_dict", "checkpoint_dir", "the check on resuming"),
+    ("megatron.training.initialize.initialize_megatron", "", "generating text"),
+    (
+        "megatron.training.checkpointing.load_checkpoint",
+        "ddp_model optimizer opt_param_scheduler",
+        "generating text",
+    ),
+    ("megatron.core.utils.unwrap_model", "model", "generating text"),
     ("megatron.core.parallel_state.get_context_parallel_rank", "", "rows of this rank"),
     ("megatron.core.parallel_state.get_context_parallel_group", "", "rows of this rank"),
     ("megatron.core.parallel_state.get_tensor_model_parallel_rank", "", "loading on one tensor-parallel rank"),
