@@ -4,8 +4,11 @@
 Its symbols are in `required_symbols.REQUIRED_SYMBOLS`. Nothing here imports Megatron until it is called.
 """
 
+import contextlib
+import functools
 import importlib
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +40,28 @@ def unwrapped(model: Any) -> Any:
 def tokenizer() -> Any:
     """Megatron's tokenizer."""
     return importlib.import_module("megatron.training.global_vars").get_tokenizer()
+
+
+@contextlib.contextmanager
+def recorded_evaluations() -> Iterator[list[dict[str, Any]]]:
+    """Yields a list that gets an entry for every evaluation that Megatron does: `losses` by name, and `samples`.
+
+    Megatron prints them with seven digits; only the last rank has the sums.
+    """
+    training: Any = importlib.import_module("megatron.training.training")
+    get_args = importlib.import_module("megatron.training.global_vars").get_args
+    evaluations: list[dict[str, Any]] = []
+    stock = training.evaluate
+
+    @functools.wraps(stock)
+    def evaluate(*positional: Any, **keywords: Any) -> Any:
+        result = stock(*positional, **keywords)
+        losses = {name: float(value) for name, value in (result[0] or {}).items()}
+        evaluations.append({"losses": losses, "samples": keywords["eval_iters"] * get_args().eval_global_batch_size})
+        return result
+
+    training.evaluate = evaluate
+    try:
+        yield evaluations
+    finally:
+        training.evaluate = stock

@@ -111,6 +111,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "generating text",
     ),
     ("megatron.core.utils.unwrap_model", "model", "generating text"),
+    ("megatron.training.training.evaluate", "eval_iters", "megatron_csbp.evaluate"),
     ("megatron.core.parallel_state.get_context_parallel_rank", "", "rows of this rank"),
     ("megatron.core.parallel_state.get_context_parallel_group", "", "rows of this rank"),
     ("megatron.core.parallel_state.get_tensor_model_parallel_rank", "", "loading on one tensor-parallel rank"),

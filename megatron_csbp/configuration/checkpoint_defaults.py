@@ -31,8 +31,8 @@ tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens tokenizer_h
 tokenizer_hf_no_include_special_tokens tokenizer_special_tokens trust_remote_code
 """
 _OBJECTIVE = """
-diffusion_block_size mask_token_id diffusion_objective clean_attention noise_schedule noise_eps diffusion_loss_weight
-ar_loss_weight eod_mask_loss
+query_scale_beta diffusion_block_size mask_token_id diffusion_objective clean_attention noise_schedule noise_eps
+diffusion_loss_weight ar_loss_weight eod_mask_loss
 """
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_csbp import megatron_loading
 from megatron_csbp.generation.prefix_attention import PrefixCoreAttention, PrefixPass, PrefixRotaryEmbedding
 from megatron_csbp.transformer.layer_specs import with_core_attention
+from megatron_csbp.transformer.query_scale import query_scale
 
 PREFILL_ROWS = 1024
 """Rows of one pass over a long prompt; the mask of a pass has this many times as many entries as the prefix."""
@@ -99,7 +100,7 @@ def load_model(args: Namespace) -> CachedPrefixModel:
     Args:
         args: Megatron's validated, global arguments; Megatron is initialised.
     """
-    state = PrefixPass()
+    state = PrefixPass(scale_queries=query_scale(args.query_scale_beta, args.yarn_original_max_position_embeddings))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     config = gpt_config_from_args(args)
     stock_spec = config.transformer_layer_spec or default_layer_spec(config, None)

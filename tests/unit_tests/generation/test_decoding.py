@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_fixed_steps_keep_equal_shares_surest_first(num_steps: int, shares: list
     steps: list[BlockStep] = []
     block_decoder(FixedSteps(num_steps), steps=steps)(TableModel([1, 2, 3, 4]), [], 4, eod=None)
     masked = [sum(step.is_masked) for step in steps]
-    assert [before - after for before, after in zip(masked, masked[1:], strict=False)] == shares
+    assert [before - after for before, after in pairwise(masked)] == shares
     assert steps[1].tokens[-1] == 4
 
 
