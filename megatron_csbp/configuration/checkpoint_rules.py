@@ -20,6 +20,7 @@ _FIXED = (
     "seed",
     "rotary_base",
     "rotary_percent",
+    "query_scale_beta",
 )
 _MODEL = (
     "num_layers",

@@ -22,6 +22,7 @@ from megatron_csbp.transformer.corrupted_rows import corrupted_rows
 from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.kernels import HeadShape, checked_kernel
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
+from megatron_csbp.transformer.query_scale import QueryScale
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger
 from megatron_csbp.transformer.wait_clock import WaitClock
 
@@ -43,6 +44,7 @@ class BlockDiffusionSettings:
         num_head_groups: groups in which heads are exchanged and computed.
         grad_reduce_dtype: dtype in which key and value gradients cross a link; None for that of the keys.
         last_layer_drops_clean_rows: whether clean rows end at their keys and values in the last layer, in training.
+        query_scale: scale of queries by position, if the model has one.
     """
 
     sequence_length: int
@@ -54,6 +56,7 @@ class BlockDiffusionSettings:
     num_head_groups: int = 1
     grad_reduce_dtype: torch.dtype | None = None
     last_layer_drops_clean_rows: bool = False
+    query_scale: QueryScale | None = None
 
     def layout(self, group_size: int, rank: int) -> SequenceLayout:
         """Return the rows of one rank of a context group."""
@@ -173,6 +176,8 @@ class CSBPCoreAttention(MegatronModule):
                 f"block-diffusion attention got {query_SBND.shape[0]} rows; --seq-length and --diffusion-block-size "
                 f"give this rank {self.plan.layout.num_rows}."
             )
+        if self._settings.query_scale is not None:
+            query_SBND = self._settings.query_scale(query_SBND, torch.from_numpy(self.plan.layout.positions))
         drops_clean_rows = self._drops_clean_rows and self.training
         context = AttentionContext(
             plan=self._plan_without_clean_queries if drops_clean_rows else self.plan,
