@@ -43,12 +43,16 @@ from megatron_csbp.reporting.start_summary import print_start_summary
 from megatron_csbp.torch_adam import correct_distributed_optimizer_now
 from megatron_csbp.transformer.core_attention import GRAD_REDUCE_DTYPES, BlockDiffusionSettings
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, WindowAnchor
+from megatron_csbp.transformer.query_scale import query_scale
 
 ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
 
 
 def parse_and_validate_args(
-    runtime: RuntimeInfo, extra_args_provider: ArgsProvider | None = None, args_defaults: dict[str, Any] | None = None
+    runtime: RuntimeInfo,
+    extra_args_provider: ArgsProvider | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    set_defaults: Callable[[ArgumentParser], None] | None = None,
 ) -> Namespace:
     """Parse Megatron's flags and ours, check every rule, and print the start summary on rank 0.
 
@@ -56,6 +60,7 @@ def parse_and_validate_args(
         runtime: the device that was chosen.
         extra_args_provider: further flags, as for Megatron's function of the same name.
         args_defaults: as for Megatron's function.
+        set_defaults: changes the defaults of the whole parser.
 
     Raises:
         ValueError: a rule is broken or a flag unknown, on every rank, before any collective.
@@ -71,6 +76,8 @@ def parse_and_validate_args(
         megatron_compat.make_help_printable(parser)
         say_errors_in_one_line(parser)
         parsers.append(parser)
+        if set_defaults is not None:
+            set_defaults(parser)
         if yaml_path is not None:
             given.update(set_defaults_from_yaml(parser, yaml_path))
         return parser
@@ -125,6 +132,7 @@ def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
         num_head_groups=args.csbp_head_groups,
         grad_reduce_dtype=GRAD_REDUCE_DTYPES[args.csbp_grad_reduce_dtype],
         last_layer_drops_clean_rows=args.csbp_whole_last_layer is None,
+        query_scale=query_scale(args.query_scale_beta, args.yarn_original_max_position_embeddings),
     )
 
     def check(models: list[Any], pipeline_group: Any) -> None:

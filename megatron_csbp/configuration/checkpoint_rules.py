@@ -32,6 +32,7 @@ _FIXED = (
     "clean_seq_length",
     "eod_mask_loss",
     "seed",
+    "query_scale_beta",
 )
 
 
