@@ -27,8 +27,8 @@ from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import Sharding
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, WindowAnchor
 from megatron_csbp.transformer.kernels import HeadShape, checked_kernel
-from megatron_csbp.transformer.sample_params import plans_of
 from megatron_csbp.transformer.query_scale import QueryScale
+from megatron_csbp.transformer.sample_params import plans_of
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger
 from megatron_csbp.transformer.wait_clock import WaitClock
 

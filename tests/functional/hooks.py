@@ -12,9 +12,9 @@ import numpy as np
 from megatron.core.transformer.mlp import MLP
 
 from megatron_csbp import forward_step, megatron_checkpoints, training_setup
-from megatron_csbp.objectives.noise import SampleNoise
 from megatron_csbp.objectives import block_diffusion, nemotron
 from megatron_csbp.objectives.interface import BoolArray, CleanRows, FloatArray
+from megatron_csbp.objectives.noise import SampleNoise
 from megatron_csbp.transformer.geometry.rows import RankRows
 
 

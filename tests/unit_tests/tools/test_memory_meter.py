@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megatron_csbp.reporting.memory_meter import AllocationMeter, SavedActivations
+from megatron_csbp.tools.memory_meter import AllocationMeter, SavedActivations
 
 DEVICES = ["cpu", "meta"]
 

@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 import torch
+from megatron_csbp.transformer.attention_plan import CleanAttention, allowed_pairs
+from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_csbp.reporting.flops import ModelShape, assignment_speedup, attention_work, training_flops
-from megatron_csbp.transformer.attention_plan import CleanAttention, allowed_pairs
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
+from megatron_csbp.tools.flops import ModelShape, assignment_speedup, attention_work, training_flops
 from tests.support.dense_oracle import allowed_mask, whole_rows
 
 SHAPE = ModelShape(

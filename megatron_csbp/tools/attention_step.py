@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_csbp.reporting.flops import ModelShape
+from megatron_csbp.tools.flops import ModelShape
 from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.attention_plan import AttentionPlan
 from megatron_csbp.transformer.communication import ContextGroupExchange

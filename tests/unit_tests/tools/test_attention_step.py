@@ -6,13 +6,13 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention, allowed_pairs
+from megatron_csbp.transformer.layout import Scheme, SequenceLayout
 from torch import Tensor
 
-from megatron_csbp.reporting.dry_run import CollectiveBytes, attention_step, fake_group
-from megatron_csbp.reporting.flops import ModelShape
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention, allowed_pairs
+from megatron_csbp.tools.attention_step import CollectiveBytes, attention_step, fake_group
+from megatron_csbp.tools.flops import ModelShape
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout
 
 SHAPE = ModelShape(
     num_layers=1,

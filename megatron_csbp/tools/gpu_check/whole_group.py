@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_csbp.gpu_check.settings import Settings
+from megatron_csbp.tools.gpu_check.settings import Settings
 from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention, gather_slot
 from megatron_csbp.transformer.communication import PendingWork

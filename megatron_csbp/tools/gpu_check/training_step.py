@@ -7,7 +7,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-from megatron_csbp.gpu_check.settings import Settings
+from megatron_csbp.tools.gpu_check.settings import Settings
 
 _TIMEOUT_SECONDS = 240
 

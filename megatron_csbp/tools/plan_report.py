@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_csbp.plan_report`: what a training run would hold, move and compute, from the real planner.
+"""`python -m megatron_csbp.tools.plan_report`: what a training run would hold, move and compute, from the real planner.
 
 Nothing runs and nothing is measured: rows, bytes, operations and balance come from the layout and the attention plan
 that training uses. With `--dry-run` the exchange itself is started on empty tensors, and what its collectives carry is
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megatron_csbp.reporting.flops import ModelShape, assignment_speedup, attention_work
+from megatron_csbp.tools.flops import ModelShape, assignment_speedup, attention_work
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout
 
@@ -191,7 +191,7 @@ def format_rows(rows: Sequence[PlanRow]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table that the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_csbp.plan_report", description=__doc__.split("\n\n")[1])
+    parser = argparse.ArgumentParser(prog="python -m megatron_csbp.tools.plan_report", description=__doc__.split("\n\n")[1])
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS), help="Default: all.")
     parser.add_argument(
         "--seq-length", nargs="+", type=int, default=[2**power for power in range(16, 21)], help="Default: 64K to 1M."
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _compare_with_dry_run(rows: Sequence[PlanRow], block_size: int, clean_attention: CleanAttention) -> None:
     """Start the exchange of every row, and stop the program if one carries anything but the planned bytes."""
-    from megatron_csbp.reporting.dry_run import exchanged_by_layer  # only this needs PyTorch
+    from megatron_csbp.tools.attention_step import exchanged_by_layer  # only this needs PyTorch
 
     for row in rows:
         shape = MODELS[row.model]

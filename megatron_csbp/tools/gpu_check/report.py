@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_csbp.gpu_check.accuracy import ALLOWED_RATIO, Accuracy
-from megatron_csbp.gpu_check.timing import Timing
-from megatron_csbp.gpu_check.training_step import TrainingStep
+from megatron_csbp.tools.gpu_check.accuracy import ALLOWED_RATIO, Accuracy
+from megatron_csbp.tools.gpu_check.timing import Timing
+from megatron_csbp.tools.gpu_check.training_step import TrainingStep
 
 _PACKAGES = (
     "megatron-csbp",
@@ -51,7 +51,7 @@ class Report:
 
     def lines(self) -> list[str]:
         """Return the table."""
-        lines = ["", "megatron_csbp.gpu_check"]
+        lines = ["", "megatron_csbp.tools.gpu_check"]
         lines += [f"  {name}: {value}" for name, value in self.environment.items()]
         lines += [f"  {name}: skipped ({reason})" for name, reason in self.skipped.items()]
         if self.accuracy:

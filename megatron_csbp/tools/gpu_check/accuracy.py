@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_csbp.gpu_check.settings import Settings
-from megatron_csbp.gpu_check.whole_group import dense_attention, group_attention, random_problem
+from megatron_csbp.tools.gpu_check.settings import Settings
+from megatron_csbp.tools.gpu_check.whole_group import dense_attention, group_attention, random_problem
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels import AttentionKernel
 from megatron_csbp.transformer.layout import Scheme

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
-from megatron_csbp.gpu_check.settings import Settings
+from megatron_csbp.tools.gpu_check.settings import Settings
 from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.communication import PendingWork

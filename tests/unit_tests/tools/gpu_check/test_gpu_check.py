@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_csbp.transformer.layout import Scheme
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 
-from megatron_csbp.gpu_check import __main__ as gpu_check
-from megatron_csbp.gpu_check import timing, training_step, whole_group
-from megatron_csbp.gpu_check.settings import full_form, reduced_form
-from megatron_csbp.gpu_check.timing import time_backend, time_dense_flex
-from megatron_csbp.gpu_check.whole_group import allowed_mask, dense_attention, group_attention, random_problem
+from megatron_csbp.tools.gpu_check import __main__ as gpu_check
+from megatron_csbp.tools.gpu_check import timing, training_step, whole_group
+from megatron_csbp.tools.gpu_check.settings import full_form, reduced_form
+from megatron_csbp.tools.gpu_check.timing import time_backend, time_dense_flex
+from megatron_csbp.tools.gpu_check.whole_group import allowed_mask, dense_attention, group_attention, random_problem
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels import AttentionKernel, flex
 from megatron_csbp.transformer.kernels.flex import FlexKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
-from megatron_csbp.transformer.layout import Scheme
 from megatron_csbp.transformer.streams import Start, Waitable
 from tests.support import dense_oracle
 
@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
 
 
 def test_the_whole_script_runs_on_a_cpu_with_its_table_last(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_csbp.gpu_check", "--device", "cpu", "--json", str(tmp_path / "found")]
+    command = [sys.executable, "-m", "megatron_csbp.tools.gpu_check", "--device", "cpu", "--json", str(tmp_path / "found")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240, check=False

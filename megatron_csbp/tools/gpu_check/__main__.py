@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry: `python -m megatron_csbp.gpu_check [--device cpu] [--json FILE] [--lengths L ...] [--backends B ...]`.
+"""Entry: `python -m megatron_csbp.tools.gpu_check [--device cpu] [--json FILE] [--lengths L ...] [--backends B ...]`.
 
 On one GPU, in minutes: every attention backend against fp64, times, peak memory, and a training step. A table comes
 last. The exit status is 0 only if nothing was wrong, and 2 if there is no GPU to check.
@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_csbp.gpu_check.accuracy import ALLOWED_RATIO, check_accuracy
-from megatron_csbp.gpu_check.report import Report, environment
-from megatron_csbp.gpu_check.settings import Settings, full_form, reduced_form
-from megatron_csbp.gpu_check.timing import time_backend, time_dense_flex
-from megatron_csbp.gpu_check.training_step import training_step
+from megatron_csbp.tools.gpu_check.accuracy import ALLOWED_RATIO, check_accuracy
+from megatron_csbp.tools.gpu_check.report import Report, environment
+from megatron_csbp.tools.gpu_check.settings import Settings, full_form, reduced_form
+from megatron_csbp.tools.gpu_check.timing import time_backend, time_dense_flex
+from megatron_csbp.tools.gpu_check.training_step import training_step
 from megatron_csbp.transformer.kernels import AttentionKernel, HeadShape, checked_kernel
 
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--json {args.json} is a folder, or in one that does not exist; name a file.")
     if args.device == "cuda" and not torch.cuda.is_available():
         print(
-            f"megatron_csbp.gpu_check: no CUDA device (torch {torch.__version__}, built for CUDA "
+            f"megatron_csbp.tools.gpu_check: no CUDA device (torch {torch.__version__}, built for CUDA "
             f"{torch.version.cuda}). Run it on a GPU, with a CUDA build of PyTorch and the driver visible "
             "(nvidia-smi), or try its reduced form, which checks no GPU kernel, with --device cpu.",
             file=sys.stderr,
@@ -132,7 +132,7 @@ def _progress(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_csbp.gpu_check", description="Check one GPU.")
+    parser = argparse.ArgumentParser(prog="python -m megatron_csbp.tools.gpu_check", description="Check one GPU.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a reduced form.")
     parser.add_argument("--json", metavar="FILE", default="gpu_check.json", help="Where to write the results.")
     parser.add_argument("--lengths", type=int, nargs="+", help="Sequence lengths of the timings.")
