@@ -78,7 +78,9 @@ class TileExecutor:
     kernel: AttentionKernel
     scale: float
 
-    def forward(self, tile: Tile, query_SBND: Tensor, keys: KeyValue, merged: Merged) -> None:
+    def forward(
+        self, tile: Tile, query_SBND: Tensor, keys: KeyValue, merged: Merged, final_SBND: Tensor | None = None
+    ) -> None:
         """Compute one tile and merge it into the accumulated results, in place.
 
         Args:
@@ -86,6 +88,7 @@ class TileExecutor:
             query_SBND: this rank's queries, [S, B, N, D].
             keys: keys and values of the tile's key source.
             merged: accumulated results, in the accumulation dtype.
+            final_SBND: takes the output of rows that this tile writes last, in its own dtype; None if `merged` does.
         """
         shape = _ProblemShape(tile, query_SBND.shape[2], keys.key.shape[2])
         with annotate("forward", tile.kind):
@@ -98,7 +101,12 @@ class TileExecutor:
             )
         with annotate("merge", tile.kind):
             partial_out, partial_lse = shape.unfolded(partial_out_GTND), shape.unfolded(partial_lse_GTN)
-            _update(merged, tile.query, partial_out, partial_lse, first=tile.writes_first)
+            if tile.writes_last and final_SBND is not None:
+                views = (_run_view(tensor, tile.query) for tensor in (*merged, final_SBND))
+                out, lse, final = views
+                merge_partial(out, lse, partial_out.reshape(out.shape), partial_lse.reshape(lse.shape), final)
+            else:
+                _update(merged, tile.query, partial_out, partial_lse, first=tile.writes_first)
 
     def forward_local(self, plan: AttentionPlan, query_SBND: Tensor, local: KeyValue, merged: Merged) -> None:
         """Compute all local tiles into the accumulated results, in place: in one call if the kernel can.
