@@ -8,6 +8,7 @@ objective are those of the checkpoint; every flag of training may be given, `--v
 
 import contextlib
 import json
+import logging
 import math
 import os
 import sys
@@ -28,7 +29,7 @@ _NAMES = {"nelbo": "nelbo", "ar loss": "ar_loss", "lm loss": "ar_loss"}
 def main() -> None:
     """Evaluate and print."""
     from megatron_csbp import cpu_runtime
-    from megatron_csbp.arguments import read_device
+    from megatron_csbp.arguments import is_block_diffusion, read_device
     from megatron_csbp.errors import user_errors
     from megatron_csbp.one_process import be_the_only_rank
 
@@ -39,7 +40,7 @@ def main() -> None:
         with user_errors():
             runtime = cpu_runtime.install(read_device(argv))  # type: ignore[arg-type]
 
-            from megatron_csbp import megatron_compat, megatron_loading, pretrain_gpt, training_setup
+            from megatron_csbp import autoregressive, megatron_compat, megatron_loading, pretrain_gpt, training_setup
             from megatron_csbp.configuration.checkpoint_defaults import named_checkpoint, set_defaults_from_checkpoint
 
             megatron_compat.check_megatron_version()
@@ -49,10 +50,13 @@ def main() -> None:
             if own.text:
                 argv += ["--valid-data-path", _prepared(own.text, saved, argv, Path(scratch))]
             sys.argv[1:] = [*_DEFAULTS.split(), *argv]
+            _log_to_stderr()
             with contextlib.redirect_stdout(sys.stderr):
                 args = training_setup.parse_and_validate_args(
                     runtime, set_defaults=lambda parser: set_defaults_from_checkpoint(parser, saved)
                 )
+            if not is_block_diffusion(args):
+                autoregressive.check_supported(args)
         with contextlib.redirect_stdout(sys.stderr), megatron_loading.recorded_evaluations() as evaluations:
             pretrain_gpt.run(args)
     _report(args, evaluations, own.json)
@@ -99,6 +103,13 @@ def _prepared(texts: list[str], saved: Namespace, argv: list[str], folder: Path)
         command.append("--append-eod")
     prepare.prepare(prepare.build_parser().parse_args(command))
     return prefix
+
+
+def _log_to_stderr() -> None:
+    """Megatron's log goes to standard output, which is for the result."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
 
 
 def _report(args: Namespace, evaluations: list[dict[str, Any]], json_file: str | None) -> None:
