@@ -5,9 +5,14 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 END_OF_DOCUMENT = "<|endoftext|>"
 MASK = "<|mask|>"
 """Stands for a corrupted token. No text contains it, so the tokenizer never yields its id on real data."""
+
+MASK_ID = 1
+"""Its id: special tokens come first."""
 
 LONGEST_BYTES = 200_000
 """Longer files of the standard library are tables, not programs."""
@@ -40,8 +45,8 @@ def standard_library_documents(total_bytes: int) -> list[Path]:
     )
 
 
-def build_tokenizer(documents: Sequence[Path], folder: Path, vocab_size: int) -> int:
-    """Train a byte-level BPE, save it for `--tokenizer-type HuggingFaceTokenizer`, and return the id of the mask.
+def build_tokenizer(documents: Sequence[Path], folder: Path, vocab_size: int) -> None:
+    """Train a byte-level BPE and save it for `--tokenizer-type HuggingFaceTokenizer`.
 
     Args:
         documents: UTF-8 text files.
@@ -63,8 +68,18 @@ def build_tokenizer(documents: Sequence[Path], folder: Path, vocab_size: int) ->
     tokenizer.train_from_iterator((document.read_text(encoding="utf-8") for document in documents), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_DOCUMENT, mask_token=MASK)
     fast.save_pretrained(str(folder))
-    mask_token_id: int = tokenizer.token_to_id(MASK)
-    return mask_token_id
+    assert tokenizer.token_to_id(MASK) == MASK_ID
+
+
+def entropy_of_tokens(prefix: Path) -> float:
+    """Return the entropy of the single tokens of an indexed dataset, in nats: the best loss without any context.
+
+    Args:
+        prefix: of the dataset's files.
+    """
+    counts = np.bincount(np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16))
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
 
 
 def _is_utf8(path: Path) -> bool:
