@@ -35,7 +35,7 @@ TRAINING = (
     "--multiple-validation-sets"
 )
 SCHEMES = {
-    "CP": ["--context-parallel-size", str(RANKS)],
+    "CP": ["--context-parallel-size", str(RANKS), "--context-scheme", "cp"],
     "CSBP": ["--context-parallel-size", str(RANKS), "--bp-size", str(RANKS)],
 }
 _ITERATION = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+) .*lm loss: ([\d.E+-]+)")

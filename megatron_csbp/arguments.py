@@ -7,15 +7,19 @@ Imports nothing of Megatron: the entries read some of these flags before Megatro
 import argparse
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from functools import lru_cache
 
+from megatron_csbp import megatron_compat
 from megatron_csbp.configuration.argument_rules import check_before_megatron
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.objective_flags import fill_objective_defaults
 from megatron_csbp.configuration.performance_arguments import add_performance_arguments
-from megatron_csbp.loss.noise_schedules import NOISE_SCHEDULES
-from megatron_csbp.loss.objectives import OBJECTIVES
-from megatron_csbp.transformer.attention_plan import CleanAttention
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout, resolve_scheme
+from megatron_csbp.objectives import OBJECTIVES
+from megatron_csbp.objectives.noise_schedules import NOISE_SCHEDULES
+from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, layer_plans
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme, Sharding, resolve_scheme
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, WindowAnchor
 
 BACKENDS = ("auto", "transformer_engine", "torch", "flex")
 DEVICES = ("auto", "cpu", "cuda")
@@ -39,6 +43,29 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         type=int,
         default=None,
         help="Tokens in a diffusion block. Turns block-diffusion training on; without it this is plain Megatron.",
+    )
+    group.add_argument(
+        "--context-scheme",
+        choices=["cp"],
+        default=None,
+        help="cp: with --context-parallel-size alone, run the context-parallel baseline, which exchanges corrupted "
+        "keys and values as well. It has to be asked for by name, since a forgotten --bp-size would look the same.",
+    )
+    group.add_argument(
+        "--corrupted-views",
+        type=int,
+        default=1,
+        metavar="V",
+        help="Corrupted copies of every sample in one step, each with a noise of its own, that share one clean copy: "
+        "V+1 rows for each token instead of 2V.",
+    )
+    group.add_argument(
+        "--window-anchor",
+        choices=[str(choice) for choice in WindowAnchor],
+        default=str(WindowAnchor.POSITION),
+        help="What the window of a corrupted row is counted from in layers with --window-size: its own position, as "
+        "Megatron's windows are, or its block's first position, as DiffusionGemma's (all rows of a block then see the "
+        "same clean tokens).",
     )
     group.add_argument(
         "--mask-token-id",
@@ -170,7 +197,9 @@ def prepare_before_validation(args: Namespace, given: frozenset[str]) -> list[Ch
     check_before_megatron(args, given)
     if not is_block_diffusion(args):
         return []
-    args.diffusion_scheme = str(resolve_scheme(args.context_parallel_size, args.block_parallel_size))
+    args.diffusion_scheme = str(
+        resolve_scheme(args.context_parallel_size, args.block_parallel_size, args.context_scheme)
+    )
     fill_objective_defaults(args)
     changes = _Changes(args)
     group_size = max(args.context_parallel_size, args.block_parallel_size)
@@ -193,32 +222,50 @@ def prepare_after_validation(args: Namespace) -> list[Change]:
 
     Args:
         args: validated arguments; changed in place: `clean_seq_length` keeps L, `seq_length` becomes the rows of the
-            whole context group, 2L or (P+1)L for pure BP, so that pipeline shapes are right.
+            whole context group, (V+1)L or (V+P)L for pure BP, so that pipeline shapes are right.
     """
     if not is_block_diffusion(args):
         return []
     args.clean_seq_length = args.seq_length
     changes = _Changes(args)
-    layout = sequence_layout(args, rank=0)
-    changes.set("seq_length", layout.group_rows, "rows of both copies in one context group")
+    rows = static_plans(args, rank=0).rows
+    changes.set("seq_length", rows.num_rows * rows.sharding.group_size, "rows of all copies in one context group")
     return changes.made
 
 
-def sequence_layout(args: Namespace, rank: int) -> SequenceLayout:
-    """Return the layout of one rank of the context group.
+def static_plans(args: Namespace, rank: int) -> LayerPlans:
+    """Return rows and plans of one rank of the context group, for samples without a geometry of their own.
 
     Args:
         args: arguments after `prepare_after_validation` (or with `clean_seq_length` set).
         rank: rank in the context group.
     """
-    return SequenceLayout(
-        sequence_length=args.clean_seq_length,
-        block_size=args.diffusion_block_size,
-        group_size=args.context_parallel_size,
-        rank=rank,
-        scheme=Scheme(args.diffusion_scheme),
-        assignment=BlockAssignment(args.block_assignment),
-    )
+    return layer_plans(static_sample(args), sharding(args), rank)
+
+
+def static_sample(args: Namespace) -> Sample:
+    """Return the geometry of a sample: one document, all blocks active."""
+    return _static_sample(args.clean_seq_length, args.diffusion_block_size, args.corrupted_views)
+
+
+_static_sample = lru_cache(maxsize=8)(Sample)
+
+
+def sharding(args: Namespace) -> Sharding:
+    """Return how the flags spread a sample over the context group."""
+    return Sharding(args.context_parallel_size, Scheme(args.diffusion_scheme), BlockAssignment(args.block_assignment))
+
+
+def masks(args: Namespace) -> tuple[Mask, ...]:
+    """Return the masks of the model's layers, at most two: with and without the window of `--window-size`."""
+    numbers = range(1, args.num_layers + 1)
+    windows = dict.fromkeys(megatron_compat.layer_window(args, number) for number in numbers)
+    return tuple(layer_mask(args, window) for window in windows)
+
+
+def layer_mask(args: Namespace, window: int | None) -> Mask:
+    """Return the mask of layers with a window, or of those without."""
+    return Mask(CleanAttention(args.clean_attention), window, WindowAnchor(args.window_anchor))
 
 
 class _Changes:

@@ -4,11 +4,14 @@
 Import it after the CPU runtime is installed: it needs Megatron.
 """
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
+import torch
 
 # Bound here, before `launch` rebinds the name in its module.
 from megatron.training.argument_utils import gpt_config_from_args
@@ -16,8 +19,10 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron_csbp import arguments, megatron_compat, megatron_start
 from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
-from megatron_csbp.configuration.checkpoint_rules import check_resume, use_checkpoint_length
+from megatron_csbp.configuration.checkpoint_rules import check_files, check_start, use_checkpoint_length
 from megatron_csbp.configuration.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
+from megatron_csbp.configuration.flag_names import FlagNames
+from megatron_csbp.configuration.hardware_queues import check_one_queue
 from megatron_csbp.configuration.objective_flags import objective_from_args
 from megatron_csbp.configuration.performance_arguments import (
     fill_head_groups,
@@ -25,18 +30,19 @@ from megatron_csbp.configuration.performance_arguments import (
     why_last_layer_is_whole,
 )
 from megatron_csbp.configuration.runtime_arguments import adapt_to_runtime
+from megatron_csbp.configuration.weight_rules import check_weights
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.data.datasets import build_train_valid_test_datasets
+from megatron_csbp.data.full_validation import correct_full_validation_now
 from megatron_csbp.data.validation import validate_data_files
-from megatron_csbp.errors import say_errors_in_one_line
+from megatron_csbp.errors import say_errors_in_one_line, user_errors
 from megatron_csbp.forward_step import BlockDiffusionForwardStep
 from megatron_csbp.model import BlockDiffusionModelConfig
 from megatron_csbp.reporting.instruments import instruments_from_args
 from megatron_csbp.reporting.start_summary import print_start_summary
 from megatron_csbp.torch_adam import correct_distributed_optimizer_now
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.core_attention import GRAD_REDUCE_DTYPES, BlockDiffusionSettings
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, WindowAnchor
 from megatron_csbp.transformer.query_scale import query_scale
 
 ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
@@ -62,12 +68,14 @@ def parse_and_validate_args(
     yaml_path, sys.argv[1:] = take_yaml_flag(sys.argv[1:])
     given: set[str] = flags_given(sys.argv[1:])
     changes: list[Change] = []
+    parsers: list[ArgumentParser] = []
 
     def add_flags(parser: ArgumentParser) -> ArgumentParser:
         parser = extra_args_provider(parser) if extra_args_provider is not None else parser
         parser = arguments.add_arguments(parser)
         megatron_compat.make_help_printable(parser)
         say_errors_in_one_line(parser)
+        parsers.append(parser)
         if set_defaults is not None:
             set_defaults(parser)
         if yaml_path is not None:
@@ -82,23 +90,28 @@ def parse_and_validate_args(
             )
         if args.use_checkpoint_args and "--seq-length" not in given:
             use_checkpoint_length(args)
+        if runtime.device == "cuda":
+            capability = torch.cuda.get_device_properties(0).major
+            check_one_queue(args, capability, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
         changes.extend(adapt_to_runtime(args, runtime))
         changes.extend(arguments.prepare_before_validation(args, frozenset(given)))
 
     def after(args: Namespace) -> None:
         changes.extend(arguments.prepare_after_validation(args))
 
-    args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, before, after)
+    args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
         check_vocabulary(args, megatron_start.eod_token_id())
-        layout = arguments.sequence_layout(args, rank=0)
-        fill_head_groups(args, AttentionPlan(layout, CleanAttention(args.clean_attention)))
+        plans = arguments.static_plans(args, rank=0)
+        fill_head_groups(args, [plans.plan(mask) for mask in arguments.masks(args)])
         fill_loss_chunk_rows(args)
         args.csbp_whole_last_layer = why_last_layer_is_whole(args, objective_from_args(args).loss_on_clean_rows)
         validate_data_files(args)
         correct_distributed_optimizer_now()
-    check_resume(args)
-    print_start_summary(args, runtime, changes)
+        if args.full_validation:
+            correct_full_validation_now(args)
+    start = check_start(args, FlagNames(parsers[-1]))
+    print_start_summary(args, runtime, changes, start)
     return args
 
 
@@ -111,17 +124,22 @@ def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
     """
     config = gpt_config_from_args(args, model_config_cls=BlockDiffusionModelConfig, **kwargs)
     config.block_diffusion = BlockDiffusionSettings(
-        sequence_length=args.clean_seq_length,
-        block_size=args.diffusion_block_size,
-        scheme=Scheme(args.diffusion_scheme),
-        assignment=BlockAssignment(args.block_assignment),
+        sample=arguments.static_sample(args),
+        sharding=arguments.sharding(args),
         clean_attention=CleanAttention(args.clean_attention),
+        window_anchor=WindowAnchor(args.window_anchor),
         backend=args.csbp_attention_backend,
         num_head_groups=args.csbp_head_groups,
         grad_reduce_dtype=GRAD_REDUCE_DTYPES[args.csbp_grad_reduce_dtype],
         last_layer_drops_clean_rows=args.csbp_whole_last_layer is None,
         query_scale=query_scale(args.query_scale_beta, args.yarn_original_max_position_embeddings),
     )
+
+    def check(models: list[Any], pipeline_group: Any) -> None:
+        with user_errors():
+            check_weights(args, models, pipeline_group)
+
+    config.check_weights = check
     return config
 
 
@@ -132,10 +150,10 @@ def datasets_provider(args: Namespace) -> Callable[..., Any]:
         return build_train_valid_test_datasets(
             args,
             num_samples,
-            arguments.sequence_layout(args, megatron_compat.context_parallel_rank()),
+            arguments.static_plans(args, megatron_compat.context_parallel_rank()),
             objective_from_args(args),
             vp_stage=vp_stage,
-            is_built=partial(megatron_compat.rank_loads_data, vp_stage),
+            is_built=partial(megatron_compat.rank_loads_data, vp_stage, on_every_stage=args.full_validation),
         )
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # Megatron then builds the datasets on every rank

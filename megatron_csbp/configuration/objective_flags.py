@@ -3,8 +3,8 @@
 
 from argparse import Namespace
 
-from megatron_csbp.loss.objectives import OBJECTIVES, Objective, ObjectiveConfig, build_objective
-from megatron_csbp.transformer.attention_plan import CleanAttention
+from megatron_csbp.objectives import OBJECTIVES, Objective, ObjectiveConfig, build_objective
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 
 
 def objective_from_args(args: Namespace) -> Objective:

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron arguments that a CPU run cannot honour, and what they become. Imports nothing of Megatron."""
+"""Megatron arguments that this machine cannot honour, and what they become. Imports nothing of Megatron.
 
+On a CPU that is all that names CUDA code. On CUDA it is what is on by default but belongs to a package that is not
+installed: Megatron raises, or fails in the first step, without Apex even where Transformer Engine is.
+"""
+
+import importlib
 from argparse import Namespace
+from typing import NamedTuple
 
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.cpu_runtime import RuntimeInfo
@@ -17,11 +23,35 @@ _CPU_VALUES: tuple[tuple[str, object, str], ...] = (
 )
 
 
+class _Fused(NamedTuple):
+    """An argument that is on by default on CUDA, what it is without its package, and the modules that provide it."""
+
+    name: str
+    without: object
+    modules: tuple[str, ...]
+    what: str
+
+
+# By the modules that Megatron itself tries to import. One of several is enough.
+_CUDA_DEFAULTS = (
+    _Fused("transformer_impl", "local", ("transformer_engine.pytorch",), "Transformer Engine"),
+    _Fused("apply_rope_fusion", False, ("transformer_engine.pytorch",), "Transformer Engine with its fused RoPE"),
+    _Fused(
+        "gradient_accumulation_fusion",
+        False,
+        ("fused_weight_gradient_mlp_cuda",),
+        "Apex' fused weight gradient, the output layer's under any layers,",
+    ),
+    _Fused("no_persist_layer_norm", True, ("apex",), "Apex' persistent layer norm"),
+    _Fused("masked_softmax_fusion", False, ("scaled_masked_softmax_cuda",), "Apex' fused softmax"),
+)
+
+
 def adapt_to_runtime(args: Namespace, runtime: RuntimeInfo) -> list[Change]:
-    """Change the arguments that name CUDA-only code, so that a cluster's launch script runs on a CPU.
+    """Change the arguments that name code which this machine lacks, so that a cluster's launch script runs.
 
     Args:
-        args: parsed arguments; changed in place on the CPU runtime only.
+        args: parsed arguments; changed in place.
         runtime: the device that was chosen.
 
     Returns:
@@ -31,16 +61,33 @@ def adapt_to_runtime(args: Namespace, runtime: RuntimeInfo) -> list[Change]:
         ValueError: FP8 or FP4 is asked for, which no other argument could stand in for.
     """
     if runtime.device != "cpu":
-        return []
+        return [
+            _change(args, fused.name, fused.without, f"{fused.what} is not installed: no {' or '.join(fused.modules)}")
+            for fused in _CUDA_DEFAULTS
+            if getattr(args, fused.name, fused.without) != fused.without and not any(map(_imports, fused.modules))
+        ]
     for name, flag in (("fp8", "--fp8-format"), ("fp4", "--fp4-format")):
         if getattr(args, name, None):
             raise ValueError(
                 f"{flag} {getattr(args, name)} needs a CUDA device and Transformer Engine; on a CPU use --bf16."
             )
-    changes = []
-    for name, value, reason in _CPU_VALUES:
-        before = getattr(args, name, value)
-        if before != value:
-            changes.append(Change(name, before, value, f"CPU runtime: {reason}"))
-            setattr(args, name, value)
-    return changes
+    return [
+        _change(args, name, value, f"CPU runtime: {reason}")
+        for name, value, reason in _CPU_VALUES
+        if getattr(args, name, value) != value
+    ]
+
+
+def _change(args: Namespace, name: str, value: object, reason: str) -> Change:
+    change = Change(name, getattr(args, name), value, reason)
+    setattr(args, name, value)
+    return change
+
+
+def _imports(module: str) -> bool:
+    """Return whether a module can be imported; a missing one only: what is broken shall say so where it is used."""
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True

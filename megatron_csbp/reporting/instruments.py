@@ -15,6 +15,7 @@ from megatron_csbp import megatron_compat, megatron_reporting
 from megatron_csbp.reporting.timing_report import TimingReport
 from megatron_csbp.reporting.traffic_report import TrafficReport
 from megatron_csbp.transformer.core_attention import CSBPCoreAttention
+from megatron_csbp.transformer.geometry.layer_plans import LayerPlans
 
 
 @dataclass
@@ -31,12 +32,13 @@ class Instruments:
     _chunks: dict[int, list[CSBPCoreAttention]] = field(default_factory=dict)
     _hooked: bool = False
 
-    def before_micro_batch(self, model: Any, args: Namespace) -> None:
+    def before_micro_batch(self, model: Any, args: Namespace, plans: LayerPlans) -> None:
         """Tell the instruments that a stage is about to run one micro-batch forward.
 
         Args:
             model: the (wrapped) GPT stage.
             args: Megatron's arguments.
+            plans: of the micro-batch's samples.
         """
         layers = self._chunks.get(id(model))
         if layers is None:
@@ -45,7 +47,10 @@ class Instruments:
             megatron_reporting.call_after_backward(model, self._end_iteration)
             self._hooked = True
         if self.traffic is not None:
-            self.traffic.expect_micro_batch([(a.layer_number, a.plan) for a in layers], args, training=model.training)
+            of_layers = [
+                (layer.layer_number, layer.plan(plans, drops_clean_rows=layer.drops_clean_rows())) for layer in layers
+            ]
+            self.traffic.expect_micro_batch(of_layers, args, training=model.training)
 
     def _attach(self, model: Any) -> list[CSBPCoreAttention]:
         """Hand the ledger and the clock to every attention layer of a stage."""

@@ -4,39 +4,40 @@
 import functools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from megatron.core.transformer.mlp import MLP
 
-from megatron_csbp import forward_step, training_setup
-from megatron_csbp.data.noise import SampleNoise
-from megatron_csbp.loss.objectives import block_diffusion, nemotron
-from megatron_csbp.loss.objectives.interface import BoolArray, CleanRows, FloatArray
-from megatron_csbp.transformer.layout import SequenceLayout
+from megatron_csbp import forward_step, megatron_checkpoints, training_setup
+from megatron_csbp.objectives import block_diffusion, nemotron
+from megatron_csbp.objectives.interface import BoolArray, CleanRows, FloatArray
+from megatron_csbp.objectives.noise import SampleNoise
+from megatron_csbp.transformer.geometry.rows import RankRows
 
 
 def mask_nothing_on_the_last_rank() -> None:
     """Draw noise that masks no token on the last rank."""
     if is_last_rank():
-        _keep(lambda layout: np.ones(layout.num_rows, dtype=np.bool_))
+        _keep(lambda rows: np.ones(rows.num_rows, dtype=np.bool_))
 
 
 def mask_nothing_in_two_blocks() -> None:
     """Draw noise that masks no token in blocks 0 and 5."""
-    _keep(lambda layout: np.isin(layout.positions // layout.block_size, (0, 5)))
+    _keep(lambda rows: np.isin(rows.sample_positions // rows.sample.block_size, (0, 5)))
 
 
 def mask_nothing_in_odd_samples() -> None:
     """Draw noise that masks no token of every second sample, which is every second micro-batch of one sequence."""
     calls = iter(range(10**9))
-    _keep(lambda layout: np.full(layout.num_rows, next(calls) % 2 == 1))
+    _keep(lambda rows: np.full(rows.num_rows, next(calls) % 2 == 1))
 
 
 def mask_nothing() -> None:
     """Draw noise that masks no token at all."""
-    _keep(lambda layout: np.ones(layout.num_rows, dtype=np.bool_))
+    _keep(lambda rows: np.ones(rows.num_rows, dtype=np.bool_))
 
 
 def die_in_the_third_iteration() -> None:
@@ -55,20 +56,20 @@ def is_last_rank() -> bool:
     return int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
 
-def _keep(kept: Callable[[SequenceLayout], BoolArray]) -> None:
+def _keep(kept: Callable[[RankRows], BoolArray]) -> None:
     """Leave these rows unmasked, whatever the noise says."""
     for module in (block_diffusion, nemotron):
         draw = module.masked_rows
 
         @functools.wraps(draw)
         def masked_rows(
-            rows: CleanRows,
-            noise: SampleNoise,
-            layout: SequenceLayout,
+            clean: CleanRows,
+            noises: Sequence[SampleNoise],
+            rows: RankRows,
             move_chance: FloatArray | float,
             draw: Callable[..., BoolArray] = draw,
         ) -> BoolArray:
-            return draw(rows, noise, layout, move_chance) & ~kept(layout)
+            return draw(clean, noises, rows, move_chance) & ~kept(rows)
 
         module.masked_rows = masked_rows
 
@@ -103,3 +104,15 @@ def tell_the_rows_of_every_mlp() -> None:
         return forward(self, hidden_states, *args, **kwargs)
 
     MLP.forward = tell
+
+
+def forget_the_saved_biases() -> None:
+    """Let a checkpoint's arguments say nothing of biases, as those of another tool."""
+    read = megatron_checkpoints.common_state
+
+    def forgetful(path: Path) -> dict[str, Any]:
+        state = dict(read(path))
+        del state["args"].add_qkv_bias
+        return state
+
+    megatron_checkpoints.common_state = forgetful

@@ -57,7 +57,7 @@ class Topology:
 
 
 BP2 = ["--bp-size", "2"]
-CP2 = ["--context-parallel-size", "2"]
+CP2 = ["--context-parallel-size", "2", "--context-scheme", "cp"]
 SP = "--sequence-parallel"
 TOPOLOGIES = {
     "csbp2": Topology("nemotron", 2, CSBP2),

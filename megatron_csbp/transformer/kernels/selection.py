@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of an attention backend by name and device. Nothing falls back: what cannot run is refused by name."""
+"""The choice of an attention backend by name and device. Nothing falls back: what cannot run is refused by name.
 
+A backend is imported when it is chosen, so that what one of them needs is no condition of the others.
+"""
+
+import importlib
 import importlib.util
 import os
 from functools import cache
 
 import torch
 
-from megatron_csbp.transformer.kernels.flex import FlexKernel
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
-from megatron_csbp.transformer.kernels.reference import ReferenceKernel
-from megatron_csbp.transformer.kernels.torch_cuda import TorchCudaKernel
-from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
-from megatron_csbp.transformer.kernels.transformer_engine import TransformerEngineKernel
 
 _NAMES = ("auto", "transformer_engine", "torch", "flex", "reference")
+# Module and class; "torch" has one for each type of device.
+_CLASSES = {
+    "transformer_engine": ("transformer_engine", "TransformerEngineKernel"),
+    "flex": ("flex", "FlexKernel"),
+    "reference": ("reference", "ReferenceKernel"),
+    "torch cpu": ("torch_kernel", "TorchCpuKernel"),
+    "torch cuda": ("torch_cuda", "TorchCudaKernel"),
+}
 
 
 def select_kernel(name: str, device: torch.device, megatron_attention_backend: str = "auto") -> AttentionKernel:
@@ -68,11 +75,18 @@ def _fused_attention_allowed(megatron_attention_backend: str) -> bool:
 
 @cache
 def _kernel(name: str, device_type: str) -> AttentionKernel:
-    """Make one kernel of each kind: they remember what they have asked their selectors."""
-    if name == "transformer_engine":
-        return TransformerEngineKernel()
-    if name == "flex":
-        return FlexKernel()
-    if name == "reference":
-        return ReferenceKernel()
-    return TorchCpuKernel() if device_type == "cpu" else TorchCudaKernel()
+    """Make one kernel of each kind: they remember what they have asked their selectors.
+
+    Raises:
+        ValueError: this PyTorch has not what the backend needs.
+    """
+    module, kind = _CLASSES[f"{name} {device_type}" if name == "torch" else name]
+    try:
+        found = importlib.import_module(f"megatron_csbp.transformer.kernels.{module}")
+    except ImportError as error:
+        raise ValueError(
+            f"--csbp-attention-backend {name} does not import with torch {torch.__version__} ({error}); use "
+            f"--csbp-attention-backend {'transformer_engine' if name == 'torch' else 'torch'}."
+        ) from error
+    kernel: AttentionKernel = getattr(found, kind)()
+    return kernel

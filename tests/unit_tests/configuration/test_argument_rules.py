@@ -337,6 +337,7 @@ ASKED_FOR = {
     "ckpt_format": "--ckpt-format torch",
     "sft": "--sft",
     "fim_data": "--fim-data",
+    "allow_ambiguous_pad_tokens": "--allow-ambiguous-pad-tokens",
     "window_size": "--window-size 128,0",
     "softmax_type": "--softmax-type learnable",
     "qk_clip": "--qk-clip",

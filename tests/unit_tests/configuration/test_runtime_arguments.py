@@ -3,6 +3,7 @@
 
 import pytest
 
+from megatron_csbp.configuration import runtime_arguments
 from megatron_csbp.configuration.runtime_arguments import adapt_to_runtime
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from tests.support.megatron_arguments import parse
@@ -40,11 +41,50 @@ def test_what_already_fits_is_not_told() -> None:
     assert adapt_to_runtime(args, CPU) == []
 
 
-def test_cuda_changes_nothing() -> None:
+OPTIONAL = {"transformer_engine.pytorch", "apex", "fused_weight_gradient_mlp_cuda", "scaled_masked_softmax_cuda"}
+
+
+@pytest.mark.parametrize(
+    "installed, changed",
+    [
+        (OPTIONAL, set()),
+        (
+            set(),
+            {
+                "transformer_impl": "local",
+                "apply_rope_fusion": False,
+                "gradient_accumulation_fusion": False,
+                "no_persist_layer_norm": True,
+                "masked_softmax_fusion": False,
+            },
+        ),
+        (
+            {"transformer_engine.pytorch"},
+            {"gradient_accumulation_fusion": False, "no_persist_layer_norm": True, "masked_softmax_fusion": False},
+        ),
+        (OPTIONAL - {"transformer_engine.pytorch"}, {"transformer_impl": "local", "apply_rope_fusion": False}),
+    ],
+    ids=["all", "none", "te", "apex"],
+)
+def test_on_cuda_what_is_not_installed_is_off(
+    installed: set[str], changed: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_arguments, "_imports", lambda module: module in installed)
     args, _ = parse("--tp-comm-overlap")
     before = dict(vars(args))
+    changes = adapt_to_runtime(args, CUDA)
+    assert {change.name: change.after for change in changes} == dict(changed)
+    assert vars(args) == before | dict(changed)
+    assert all("is not installed: no " in change.reason for change in changes)
     assert adapt_to_runtime(args, CUDA) == []
-    assert vars(args) == before
+
+
+def test_a_package_is_asked_for_by_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runtime_arguments._imports("json")
+    assert not runtime_arguments._imports("no_such_package.of_any_kind")
+    monkeypatch.setattr(runtime_arguments.importlib, "import_module", lambda module: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runtime_arguments._imports("broken")
 
 
 def test_low_precision_formats_are_refused_on_a_cpu() -> None:

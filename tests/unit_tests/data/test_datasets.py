@@ -10,13 +10,13 @@ import pytest
 import torch
 from megatron.core.datasets.utils import Split
 from megatron.training.datasets import data_samplers
+from megatron_csbp.transformer.layout import Scheme, SequenceLayout
 from torch import Tensor
 
 from megatron_csbp.data.datasets import EVALUATION_SEED, BlockDiffusionDataset, build_train_valid_test_datasets
-from megatron_csbp.loss.objectives import ObjectiveConfig, build_objective
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout
+from megatron_csbp.objectives import ObjectiveConfig, build_objective
 from tests.unit_tests.data.support import VOCAB, config, documents, megatron_args, stock_datasets, write_indexed
-from tests.unit_tests.loss.objectives.support import SPREAD_SCHEMES, layouts_of, reassembled, single
+from tests.unit_tests.objectives.support import SPREAD_SCHEMES, layouts_of, reassembled, single
 
 LENGTH, BLOCK, MASK, SAMPLES = 32, 4, 63, 24
 OBJECTIVE = build_objective(ObjectiveConfig(name="block-diffusion", mask_token_id=MASK))
@@ -157,6 +157,15 @@ def test_evaluation_gets_its_own_batch_sizes(prefix: str, monkeypatch: pytest.Mo
     for split, expected in (("train", 2), ("valid", 1)):
         batch = next(iter(stock_loader(monkeypatch, wrapped(prefix, split=split), **sizes)))
         assert batch["tokens"].shape[0] == expected
+
+
+def test_a_sample_that_fills_a_batch_counts_for_nothing(prefix: str) -> None:
+    dataset = wrapped(prefix, split="valid")
+    item, filler = dataset[0], dataset[None]
+    assert item["num_tokens"] == LENGTH
+    assert not any(filler[key].any() for key in ("loss_weights", "num_tokens", "num_supervised"))
+    assert {key: value.shape for key, value in filler.items()} == {key: value.shape for key, value in item.items()}
+    assert torch.equal(filler["labels"], item["labels"])
 
 
 def built(layout: SequenceLayout | None = None, sizes: tuple[int | None, ...] = (8, 4, 4), **changes: Any) -> Any:

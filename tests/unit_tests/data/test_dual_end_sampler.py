@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 
 from megatron_csbp.data.dual_end_sampler import DualEndSampler
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 from tests.unit_tests.data.support import EOD, PAD, VOCAB, Tokenizer, config, documents, stock_datasets, write_indexed
-from tests.unit_tests.loss.objectives.support import TOPOLOGIES, layouts_of, single
+from tests.unit_tests.objectives.support import TOPOLOGIES, layouts_of, single
 
 LENGTH, BLOCK = 64, 4
 
@@ -71,23 +71,41 @@ def test_the_padding_of_the_last_sample_is_token_zero_and_unsupervised(tmp_path:
     assert not rows.tokens[~rows.supervised].any()
 
 
-def test_padding_and_masked_eod_are_never_diffusion_targets(tmp_path: Path) -> None:
-    docs = [np.where(np.arange(len(doc)) % 5 == 1, PAD, doc) for doc in documents(60, 40)]
-    prefix, layout = write_indexed(tmp_path / "a", docs), single(LENGTH, BLOCK)
-    for masked in (True, False):
-        train, _, _ = stock_datasets([20, 2, 2], config(LENGTH, [prefix], eod_mask_loss=masked))
-        assert_equals_stock(train, layout)
-        raw, _, _ = train._query_document_sample_shuffle_indices(3)
-        rows = DualEndSampler(train, layout, VOCAB).read(3)
-        expected = (raw[:-1] != PAD) & ((raw[:-1] != EOD) | (not masked))
-        np.testing.assert_array_equal(rows.supervised, expected[layout.positions])
-        assert not expected.all()
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_masked_eod_is_never_a_diffusion_target(tmp_path: Path, masked: bool) -> None:
+    prefix, layout = write_indexed(tmp_path / "a", documents(60, 40)), single(LENGTH, BLOCK)
+    train, _, _ = stock_datasets([20, 2, 2], config(LENGTH, [prefix], eod_mask_loss=masked))
+    raw, _, _ = train._query_document_sample_shuffle_indices(3)
+    rows = DualEndSampler(train, layout, VOCAB).read(3)
+    np.testing.assert_array_equal(rows.supervised, ((raw[:-1] != EOD) | (not masked))[layout.positions])
+    assert rows.supervised.all() != masked
 
 
-def test_a_tokenizer_without_a_pad_token_pads_nothing(tmp_path: Path) -> None:
-    prefix = write_indexed(tmp_path / "a", documents(60, 40))
-    train, _, _ = stock_datasets([20, 2, 2], config(LENGTH, [prefix], tokenizer=Tokenizer(pad=None)))
-    assert DualEndSampler(train, single(LENGTH, BLOCK), VOCAB).read(0).supervised.all()
+@pytest.mark.parametrize("pad", [PAD, EOD, None])
+def test_a_token_of_the_data_is_no_padding_even_where_it_is_the_tokenizers_pad_token(
+    tmp_path: Path, pad: int | None
+) -> None:
+    docs = [np.where(np.arange(len(doc)) % 5 == 1, PAD, doc) for doc in documents(90, 40)]
+    cfg = config(
+        LENGTH,
+        [write_indexed(tmp_path / "a", docs)],
+        tokenizer=Tokenizer(pad=pad),
+        drop_last_partial_validation_sequence=False,
+    )
+    train, valid, _ = stock_datasets([20, None, 2], cfg)
+    whole, partial = single(LENGTH, BLOCK), int(np.argmax(valid.shuffle_index))
+    rows = DualEndSampler(train, whole, VOCAB).read(3)
+    raw, _, _ = train._query_document_sample_shuffle_indices(3)
+    np.testing.assert_array_equal(rows.tokens, raw[whole.positions])
+    np.testing.assert_array_equal(rows.next_tokens, raw[whole.positions + 1])
+    assert (rows.tokens == PAD).any()
+    assert rows.supervised.all()
+    assert rows.next_supervised.all()
+    # The sample that is cut short: as many supervised tokens as the documents hold behind the earlier samples.
+    tokens = sum(len(docs[number]) for number in valid.indices)
+    rows = DualEndSampler(valid, whole, VOCAB).read(partial)
+    np.testing.assert_array_equal(rows.supervised, whole.positions < tokens % LENGTH)
+    np.testing.assert_array_equal(rows.next_supervised, whole.positions < tokens % LENGTH - 1)
 
 
 def test_only_the_ranges_that_a_rank_owns_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from megatron_csbp.transformer.layout import BlockAssignment, Scheme, Stream
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_csbp.transformer.attention_plan import CleanAttention
 from megatron_csbp.transformer.collectives import start_all_gathers, start_reduce_scatters
 from megatron_csbp.transformer.communication import ContextGroupExchange
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, Stream
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, add_results, attend_on_rank
 from tests.support.delayed_exchange import DelayedExchange
@@ -129,10 +129,10 @@ def facts_of_coalescing(group: dist.ProcessGroup) -> dict[str, Any]:
     given = [torch.full((2, 3), 10.0 * number + rank) for number in range(4)]
     gathered = [torch.empty(2 * WORLD_SIZE, 3) for _ in given]
     scattered = [torch.empty(2, 3) for _ in given]
-    works = start_all_gathers(list(zip(gathered, given, strict=True)), group, coalesce=True)
+    works = start_all_gathers(list(zip(gathered, given, strict=True)), group, coalesce=True, async_op=True)
     for work in works:
         work.wait()
-    scatters = start_reduce_scatters(list(zip(scattered, gathered, strict=True)), group, coalesce=True)
+    scatters = start_reduce_scatters(list(zip(scattered, gathered, strict=True)), group, coalesce=True, async_op=True)
     for work in scatters:
         work.wait()
     return {

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 from torch import Tensor
 
-from megatron_csbp.transformer.attention_plan import CleanAttention
+from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.communication import PendingWork
-from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 from tests.support.attention_cases import Attend, Case, gradients_on_group, plain, recomputed, two_layers
 from tests.support.dense_oracle import whole_rows
 from tests.support.simulated_group import SimulatedCollectives
@@ -162,7 +162,7 @@ def test_keys_of_two_groups_at_most_are_alive_and_each_exchange_hides_behind_a_g
     ahead = [
         event
         for group in range(count)
-        for event in (*([f"gather {group + 1}"] if group + 1 < count else []), "local tiles", f"got {group}",
+        for event in ("local tiles", f"got {group}", *([f"gather {group + 1}"] if group + 1 < count else []),
                       "gathered tiles")
     ]  # fmt: skip
     assert watcher.events == ["gather 0", *ahead]
@@ -176,9 +176,11 @@ def test_keys_of_two_groups_at_most_are_alive_and_each_exchange_hides_behind_a_g
     assert watcher.most_gradients <= 2
     expected = ["gather 0"]
     for group in range(count):
-        expected += [f"gather {group + 1}"] if group + 1 < count else []
-        expected += ["local tiles", f"got {group}", "gathered tiles"]
+        expected += ["local tiles"]
         expected += [f"scattered {group - 1}"] if group else []
+        expected += [f"got {group}"]
+        expected += [f"gather {group + 1}"] if group + 1 < count else []
+        expected += ["gathered tiles"]
         expected += [f"scatter {group}", "local tiles"]
     expected.append(f"scattered {count - 1}")
     # The local tiles of the last group follow those of the group before without a gather between them.
