@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sizes import NUM_RANKS, Size, TrafficCase
+from sizes import NUM_RANKS, NUM_VIEWS, Size, TrafficCase
 from training import DemoError, RunRecord
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
+from megatron_csbp.transformer.geometry.layer_plans import layer_plans
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
 
 LOSS_TOLERANCE = 2e-6
 """Largest relative difference of two losses that still counts as parity; the log has 7 digits of them."""
@@ -81,30 +83,26 @@ class Traffic:
         if not trained:
             raise DemoError(f"{ledger} has no line of a training iteration.")
         measured = trained[0]["remote_bytes"] // (size.layers * size.diffusion.samples)
-        layout = SequenceLayout(
-            sequence_length=size.sequence_length,
-            block_size=size.block_size,
-            group_size=NUM_RANKS,
-            scheme=_SCHEMES[scheme],
-        )
-        return cls(bytes_per_layer(layout, size.key_value_heads, size.head_dim, FP32_BYTES), measured)
+        sample = Sample(length=size.sequence_length, block_size=size.block_size, num_views=NUM_VIEWS)
+        closed_form = bytes_per_layer(sample, NUM_RANKS, scheme, size.key_value_heads, size.head_dim, FP32_BYTES)
+        return cls(closed_form, measured)
 
 
-def bytes_per_layer(layout: SequenceLayout, key_value_heads: int, head_dim: int, itemsize: int) -> int:
+def bytes_per_layer(
+    sample: Sample, num_ranks: int, scheme: str, key_value_heads: int, head_dim: int, itemsize: int
+) -> int:
     """Return the plan's closed form of what a layer brings one rank, in forward and backward, for one sequence."""
-    plan = AttentionPlan(layout, CleanAttention.TOKEN_CAUSAL)
-    return PASSES * sum(plan.remote_bytes(stream, key_value_heads, head_dim, itemsize) for stream in Stream)
+    rows = layer_plans(sample, Sharding(num_ranks, _SCHEMES[scheme]), rank=0)
+    row_bytes = 2 * key_value_heads * head_dim * itemsize
+    transfers = rows.plan(Mask(CleanAttention.BLOCK_CAUSAL)).transfers
+    return PASSES * sum(transfer.gather_bytes(row_bytes) for _, transfer in transfers)
 
 
 def case_bytes(case: TrafficCase, scheme: str) -> int:
     """Return the closed form for all layers of a case."""
-    layout = SequenceLayout(
-        sequence_length=case.sequence_length,
-        block_size=case.block_size,
-        group_size=case.num_ranks,
-        scheme=_SCHEMES[scheme],
-    )
-    return case.layers * bytes_per_layer(layout, case.key_value_heads, case.head_dim, case.itemsize)
+    sample = Sample(length=case.sequence_length, block_size=case.block_size)
+    a_layer = bytes_per_layer(sample, case.num_ranks, scheme, case.key_value_heads, case.head_dim, case.itemsize)
+    return case.layers * a_layer
 
 
 def print_parity(parity: Parity) -> None:

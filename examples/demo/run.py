@@ -156,7 +156,7 @@ def diffuse(name: str, num_ranks: int, size: Size, data: list[str], output: Path
     """
     whole = name in ("converted", "from scratch")
     arguments = [*size.flags(), *size.diffusion.flags(), *data, "--diffusion-block-size", str(size.block_size)]
-    arguments += ["--mask-token-id", str(corpus.MASK_ID), "--clean-attention", "token-causal"]
+    arguments += ["--mask-token-id", str(corpus.MASK_ID), "--diffusion-objective", "fast-dllm-v2"]
     arguments += ["--context-parallel-size", str(num_ranks)]
     if name != "from scratch":
         arguments += ["--load", str(output / "autoregressive"), "--finetune", "--no-load-optim", "--no-load-rng"]

@@ -4,6 +4,8 @@
 from dataclasses import dataclass
 
 NUM_RANKS = 2
+NUM_VIEWS = 2
+"""Corrupted copies of every sample: Fast-dLLM v2 has two, which complement each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,8 @@ class Training:
     def flags(self) -> list[str]:
         """Return Megatron's arguments."""
         return (
-            f"--micro-batch-size {self.micro_batch} --global-batch-size {self.samples} --train-iters {self.iterations} "
-            f"--lr {self.learning_rate} --min-lr {self.learning_rate / 10} --lr-decay-style cosine "
+            f"--micro-batch-size {self.micro_batch} --global-batch-size {self.samples} "
+            f"--train-iters {self.iterations} --lr {self.learning_rate} --min-lr {self.learning_rate / 10} --lr-decay-style cosine "
             f"--lr-warmup-iters 5 --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 "
             f"--eval-interval {self.evaluate_every} "
             "--log-interval 1 --num-workers 0 --seed 7"
