@@ -30,8 +30,8 @@ class Training:
         """Return Megatron's arguments."""
         return (
             f"--micro-batch-size {self.micro_batch} --global-batch-size {self.samples} "
-            f"--train-iters {self.iterations} --lr {self.learning_rate} --min-lr {self.learning_rate / 10} --lr-decay-style cosine "
-            f"--lr-warmup-iters 5 --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 "
+            f"--train-iters {self.iterations} --lr {self.learning_rate} --min-lr {self.learning_rate / 10} "
+            f"--lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 "
             f"--eval-interval {self.evaluate_every} "
             "--log-interval 1 --num-workers 0 --seed 7"
         ).split()
