@@ -55,6 +55,7 @@ class Size:
         diffusion: the conversion, and the training from scratch beside it.
         parity_iterations: how many iterations of the conversion the other schemes repeat.
         new_tokens: length of the continuation.
+        largest_share: the converted model's validation loss must be below this share of the entropy of single tokens.
     """
 
     corpus_bytes: int
@@ -70,6 +71,7 @@ class Size:
     diffusion: Training
     parity_iterations: int
     new_tokens: int
+    largest_share: float
 
     @property
     def head_dim(self) -> int:
@@ -98,11 +100,12 @@ SIZES = {
         heads=4,
         key_value_heads=2,
         sequence_length=256,
-        block_size=16,
+        block_size=8,
         autoregressive=Training(iterations=160, samples=8, micro_batch=4, evaluate_every=40, learning_rate=8e-3),
-        diffusion=Training(iterations=60, samples=8, micro_batch=8, evaluate_every=15, learning_rate=5e-3),
+        diffusion=Training(iterations=60, samples=8, micro_batch=8, evaluate_every=15, learning_rate=4e-3),
         parity_iterations=10,
         new_tokens=96,
+        largest_share=0.9,
     ),
     "quick": Size(
         corpus_bytes=300_000,
@@ -118,6 +121,7 @@ SIZES = {
         diffusion=Training(iterations=20, samples=8, micro_batch=8, evaluate_every=10, learning_rate=1e-2),
         parity_iterations=4,
         new_tokens=16,
+        largest_share=1.1,
     ),
 }
 
