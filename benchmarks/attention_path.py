@@ -13,17 +13,17 @@ from math import isqrt
 from typing import Any
 
 import torch
+from megatron_csbp.transformer.attention_plan import AttentionPlan
+from megatron_csbp.transformer.layout import SequenceLayout, Stream
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.ranks import RankWorld
 from benchmarks.stack import CSBP_AT_ONCE, Shape, make_context, make_plan
-from megatron_csbp.transformer.attention_plan import AttentionPlan
-from megatron_csbp.transformer.communication import PendingWork, chunk_views
 from megatron_csbp.transformer.attention import block_diffusion_attention
+from megatron_csbp.transformer.communication import PendingWork, chunk_views
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
-from megatron_csbp.transformer.layout import SequenceLayout, Stream
 
 GROUP_SIZE = 2
 COPIES = ("aten.copy_.default", "aten.clone.default", "aten._to_copy.default")

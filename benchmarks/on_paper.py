@@ -15,10 +15,10 @@ from torch import Tensor
 
 from benchmarks.links import ACROSS_NODES, H200_ATTENTION_FLOPS, NVLINK
 from benchmarks.stack import BP, CP, CP_AT_ONCE, CSBP, CSBP_AT_ONCE, CSBP_CONTIGUOUS, Variant
-from megatron_csbp.plan_report import MODELS, PlanRow, plan_rows
-from megatron_csbp.reporting.dry_run import attention_step, fake_group
-from megatron_csbp.reporting.flops import attention_work
-from megatron_csbp.reporting.memory_meter import AllocationMeter, SavedActivations
+from megatron_csbp.tools.plan_report import MODELS, PlanRow, plan_rows
+from megatron_csbp.tools.attention_step import attention_step, fake_group
+from megatron_csbp.tools.flops import attention_work
+from megatron_csbp.tools.memory_meter import AllocationMeter, SavedActivations
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention, allowed_pairs
 from megatron_csbp.transformer.head_groups import default_head_groups
 from megatron_csbp.transformer.kernels.interface import AttentionKernel

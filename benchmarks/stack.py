@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 from torch import Tensor, nn
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.communication import KeyValueExchange
 from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
+from megatron_csbp.transformer.communication import KeyValueExchange
 from megatron_csbp.transformer.kernels import select_kernel
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 
 SEED = 20
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron_csbp.transformer.attention_plan import AttentionPlan
 
 from benchmarks.ranks import RankWorld
 from benchmarks.stack import Checksums, Shape, Stack, Variant, make_context, make_plan
-from megatron_csbp.transformer.attention_plan import AttentionPlan
-from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.attention import AttentionContext
+from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from megatron_csbp.transformer.wait_clock import HostClock, WaitClock
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from benchmarks.network import Network, read_counters, read_retransmissions
 from benchmarks.ranks import RankWorld, run_on_ranks
 from benchmarks.stack import BP, CP, CSBP, Shape, Variant, make_context, make_plan
-from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.attention import block_diffusion_attention
+from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
 
 TOLERANCE = 0.01

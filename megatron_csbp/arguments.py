@@ -81,6 +81,14 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Which chunks a rank owns. dual-end balances the work; contiguous is for ablation.",
     )
     group.add_argument(
+        "--query-scale-beta",
+        type=float,
+        default=None,
+        metavar="BETA",
+        help="Scale the query at position p by 1 + BETA ln(1 + floor(p / T)), T being "
+        "--yarn-original-max-position-embeddings (Llama 4; 0.1 for Nemotron-Labs-Diffusion). Default: no scale.",
+    )
+    group.add_argument(
         "--csbp-attention-backend",
         choices=BACKENDS,
         default="auto",

@@ -56,6 +56,7 @@ def _already_compiled() -> None:
 def parse_and_validate_arguments(
     extra_args_provider: Callable[[ArgumentParser], ArgumentParser],
     args_defaults: dict[str, Any],
+    before_checkpoint: Callable[[Namespace], object],
     before_validation: Callable[[Namespace], None],
     after_validation: Callable[[Namespace], None],
 ) -> Namespace:
@@ -64,6 +65,8 @@ def parse_and_validate_arguments(
     Args:
         extra_args_provider: Adds flags to Megatron's parser.
         args_defaults: Values for arguments that the command line leaves at None.
+        before_checkpoint: Called with the parsed arguments if some are to come out of a checkpoint: the place to see
+            whether it can be read. Megatron leaves with status 0 where it cannot.
         before_validation: Called with the parsed arguments; what it changes, Megatron validates.
         after_validation: Called with the validated arguments, after Megatron has built tokenizer, timers, writers and
             the calculator of batch sizes, whose schedule counts tokens by ``args.seq_length``.
@@ -78,6 +81,7 @@ def parse_and_validate_arguments(
         checkpointing = importlib.import_module("megatron.training.checkpointing")
         if args.load is None and args.pretrained_checkpoint is None:
             raise ValueError("--use-checkpoint-args needs --load or --pretrained-checkpoint with a checkpoint folder.")
+        before_checkpoint(args)
         checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         checkpointing.load_args_from_checkpoint(args)
     before_validation(args)
@@ -216,16 +220,6 @@ def output_layer_of_whole_rows(output_layer: Any, config: Any) -> Iterator[None]
         yield
     finally:
         output_layer.sequence_parallel = config.sequence_parallel
-
-
-def load_checkpoint_arguments(folder: Path, iteration: int) -> Namespace | None:
-    """The arguments that a ``torch_dist`` checkpoint was saved with; None if there are none to read."""
-    dist_checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
-    path = folder / f"iter_{iteration:07d}"
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        return None
-    args: Namespace | None = dist_checkpointing.load_common_state_dict(str(path)).get("args")
-    return args
 
 
 def rank_loads_data(vp_stage: int | None = None, on_every_stage: bool = False) -> bool:

@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,6 +33,8 @@ class BlockDiffusionModelConfig(GPTModelConfig):
 
     builder: ClassVar[str] = "megatron_csbp.model.BlockDiffusionModelBuilder"
     block_diffusion: BlockDiffusionSettings | None = None
+    check_weights: Callable[[list[GPTModel], Any], None] | None = None
+    """Called with the built stages and the pipeline group, before a checkpoint is loaded into them."""
 
 
 class BlockDiffusionModelBuilder(GPTModelBuilder):
@@ -75,6 +78,8 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
         initialize_block_parallel(pg_collection.cp.size() if divides_blocks else 1)
         megatron_start.restart_default_generator()
         models: list[GPTModel] = super().build_distributed_models(pg_collection, *args, **kwargs)
+        if self._model_config.check_weights is not None:
+            self._model_config.check_weights(models, pg_collection.pp)
         return models
 
     def _layer_spec(

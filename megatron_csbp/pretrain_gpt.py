@@ -8,6 +8,7 @@ import dataclasses
 import os
 import sys
 import time
+from argparse import Namespace
 from typing import Any
 
 _PROGRAM_START_TIME = time.time()
@@ -34,12 +35,23 @@ def main() -> None:
         args = training_setup.parse_and_validate_args(runtime, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
         if not is_block_diffusion(args):
             autoregressive.check_supported(args)
+    run(args)
+
+
+def run(args: Namespace) -> None:
+    """Train or evaluate as the arguments say.
+
+    Args:
+        args: validated arguments, which are also Megatron's global ones.
+    """
     main_entry_time = time.time()
 
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
+    from megatron_csbp import autoregressive, training_setup
+    from megatron_csbp.arguments import is_block_diffusion
     from megatron_csbp.reporting.instruments import closing
 
     set_startup_timestamps(program_start=_PROGRAM_START_TIME, main_entry=main_entry_time)
@@ -48,13 +60,13 @@ def main() -> None:
         model_config = training_setup.model_config_from_args(args)
         provider = training_setup.datasets_provider(args)
         forward_step: Any = training_setup.forward_step_from_args(args)
-        run = closing(forward_step.instruments)
+        measured = closing(forward_step.instruments)
     else:
         model_config = gpt_config_from_args(args)
         provider, forward_step = autoregressive.datasets_provider, autoregressive.forward_step
-        run = closing(None)
+        measured = closing(None)
     container = pretrain_cfg_container_from_args(args, model_config)
-    with run:
+    with measured:
         pretrain(container, provider, ModelType.encoder_or_decoder, forward_step, store=store)
 
 

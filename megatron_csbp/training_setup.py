@@ -19,8 +19,9 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron_csbp import arguments, megatron_compat, megatron_start
 from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
-from megatron_csbp.configuration.checkpoint_rules import check_resume, use_checkpoint_length
+from megatron_csbp.configuration.checkpoint_rules import check_files, check_start, use_checkpoint_length
 from megatron_csbp.configuration.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
+from megatron_csbp.configuration.flag_names import FlagNames
 from megatron_csbp.configuration.hardware_queues import check_one_queue
 from megatron_csbp.configuration.objective_flags import objective_from_args
 from megatron_csbp.configuration.performance_arguments import (
@@ -29,11 +30,12 @@ from megatron_csbp.configuration.performance_arguments import (
     why_last_layer_is_whole,
 )
 from megatron_csbp.configuration.runtime_arguments import adapt_to_runtime
+from megatron_csbp.configuration.weight_rules import check_weights
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.data.datasets import build_train_valid_test_datasets
 from megatron_csbp.data.full_validation import correct_full_validation_now
 from megatron_csbp.data.validation import validate_data_files
-from megatron_csbp.errors import say_errors_in_one_line
+from megatron_csbp.errors import say_errors_in_one_line, user_errors
 from megatron_csbp.forward_step import BlockDiffusionForwardStep
 from megatron_csbp.model import BlockDiffusionModelConfig
 from megatron_csbp.reporting.instruments import instruments_from_args
@@ -41,12 +43,16 @@ from megatron_csbp.reporting.start_summary import print_start_summary
 from megatron_csbp.torch_adam import correct_distributed_optimizer_now
 from megatron_csbp.transformer.core_attention import GRAD_REDUCE_DTYPES, BlockDiffusionSettings
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, WindowAnchor
+from megatron_csbp.transformer.query_scale import query_scale
 
 ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
 
 
 def parse_and_validate_args(
-    runtime: RuntimeInfo, extra_args_provider: ArgsProvider | None = None, args_defaults: dict[str, Any] | None = None
+    runtime: RuntimeInfo,
+    extra_args_provider: ArgsProvider | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    set_defaults: Callable[[ArgumentParser], None] | None = None,
 ) -> Namespace:
     """Parse Megatron's flags and ours, check every rule, and print the start summary on rank 0.
 
@@ -54,6 +60,7 @@ def parse_and_validate_args(
         runtime: the device that was chosen.
         extra_args_provider: further flags, as for Megatron's function of the same name.
         args_defaults: as for Megatron's function.
+        set_defaults: changes the defaults of the whole parser.
 
     Raises:
         ValueError: a rule is broken or a flag unknown, on every rank, before any collective.
@@ -61,12 +68,16 @@ def parse_and_validate_args(
     yaml_path, sys.argv[1:] = take_yaml_flag(sys.argv[1:])
     given: set[str] = flags_given(sys.argv[1:])
     changes: list[Change] = []
+    parsers: list[ArgumentParser] = []
 
     def add_flags(parser: ArgumentParser) -> ArgumentParser:
         parser = extra_args_provider(parser) if extra_args_provider is not None else parser
         parser = arguments.add_arguments(parser)
         megatron_compat.make_help_printable(parser)
         say_errors_in_one_line(parser)
+        parsers.append(parser)
+        if set_defaults is not None:
+            set_defaults(parser)
         if yaml_path is not None:
             given.update(set_defaults_from_yaml(parser, yaml_path))
         return parser
@@ -88,7 +99,7 @@ def parse_and_validate_args(
     def after(args: Namespace) -> None:
         changes.extend(arguments.prepare_after_validation(args))
 
-    args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, before, after)
+    args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
         check_vocabulary(args, megatron_start.eod_token_id())
         plans = arguments.static_plans(args, rank=0)
@@ -99,8 +110,8 @@ def parse_and_validate_args(
         correct_distributed_optimizer_now()
         if args.full_validation:
             correct_full_validation_now(args)
-    check_resume(args)
-    print_start_summary(args, runtime, changes)
+    start = check_start(args, FlagNames(parsers[-1]))
+    print_start_summary(args, runtime, changes, start)
     return args
 
 
@@ -121,7 +132,14 @@ def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
         num_head_groups=args.csbp_head_groups,
         grad_reduce_dtype=GRAD_REDUCE_DTYPES[args.csbp_grad_reduce_dtype],
         last_layer_drops_clean_rows=args.csbp_whole_last_layer is None,
+        query_scale=query_scale(args.query_scale_beta, args.yarn_original_max_position_embeddings),
     )
+
+    def check(models: list[Any], pipeline_group: Any) -> None:
+        with user_errors():
+            check_weights(args, models, pipeline_group)
+
+    config.check_weights = check
     return config
 
 

@@ -5,6 +5,7 @@ Every rule raises a ValueError on every rank before any collective, naming the f
 that works.
 """
 
+import math
 import re
 from argparse import Namespace
 
@@ -27,6 +28,7 @@ _OWN_FLAGS = (
     "--noise-schedule",
     "--noise-eps",
     "--block-assignment",
+    "--query-scale-beta",
     "--csbp-attention-backend",
     "--csbp-head-groups",
     "--csbp-grad-reduce-dtype",
@@ -63,6 +65,7 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
         check_objective,
         check_unsupported,
         check_position_embedding,
+        check_query_scale,
         check_full_validation,
         check_replicated_router,
         check_head_groups,
@@ -184,6 +187,20 @@ def check_position_embedding(args: Namespace) -> None:
         raise ValueError(
             f"--position-embedding-type {args.position_embedding_type} is not supported with block diffusion; use "
             "rope, yarn, learned_absolute or none."
+        )
+
+
+def check_query_scale(args: Namespace) -> None:
+    """A scale of queries has a slope, and a length below which it is 1."""
+    beta = args.query_scale_beta
+    if beta is None:
+        return
+    if not 0.0 < beta < math.inf:
+        raise ValueError(f"--query-scale-beta {beta} must be above 0; 0.1 is what the published models have.")
+    if not args.yarn_original_max_position_embeddings:
+        raise ValueError(
+            f"--query-scale-beta {beta} needs --yarn-original-max-position-embeddings, the length below which the "
+            "scale is 1; for example 16384."
         )
 
 

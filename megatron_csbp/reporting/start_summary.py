@@ -4,14 +4,13 @@
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 from megatron_csbp import megatron_compat
 from megatron_csbp.arguments import is_block_diffusion, masks, static_plans
 from megatron_csbp.configuration.changes import Change
-from megatron_csbp.configuration.checkpoint_rules import latest_iteration
+from megatron_csbp.configuration.checkpoint_rules import Start
 from megatron_csbp.configuration.performance_arguments import exchange_bytes, local_key_value_heads
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.reporting.kernel_summary import attention_kernel_lines, head_shape
@@ -25,24 +24,25 @@ from megatron_csbp.transformer.traffic_ledger import Collective
 _MAX_RANKS_SHOWN = 8
 
 
-def print_start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Change]) -> None:
+def print_start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Change], start: Start) -> None:
     """Print the summary on rank 0.
 
     Raises:
         ValueError: the attention backend cannot run on a rank's device, or is wrong there; all ranks test their own.
     """
-    lines = start_summary(args, runtime, changes)
+    lines = start_summary(args, runtime, changes, start)
     if args.rank == 0:
         print("\n".join(lines), flush=True)
 
 
-def start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Change]) -> list[str]:
+def start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Change], start: Start) -> list[str]:
     """Return the lines of the summary.
 
     Args:
         args: validated arguments.
         runtime: the device that was chosen.
         changes: arguments that were changed.
+        start: what the run starts from.
     """
     lines = [f"---------------- megatron_csbp {_version('megatron-csbp')} ----------------"]
     lines.append(
@@ -55,16 +55,23 @@ def start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Chang
         lines.extend(_block_diffusion_lines(args, runtime))
     else:
         lines.append("  block diffusion: off (no --diffusion-block-size): plain Megatron")
-    if args.load is not None:
-        found = latest_iteration(Path(args.load)) is not None or args.ckpt_step is not None
-        lines.append(
-            f"  --load {args.load}: " + ("found" if found else "NO CHECKPOINT FOUND, starting from random weights")
-        )
+    lines.extend(_start_lines(args, start))
     if changes:
         lines.append("  arguments changed:")
         lines.extend(f"    {change.name}: {change.before} -> {change.after} ({change.reason})" for change in changes)
     lines.append("-" * len(lines[0]))
     return lines
+
+
+def _start_lines(args: Namespace, start: Start) -> list[str]:
+    if start.checkpoint is None:
+        first = f": no checkpoint in --load {args.load} yet" if args.load is not None else ""
+        return [f"  start: random weights{first}"]
+    what = (
+        f"goes on after iteration {start.checkpoint.iteration}" if start.is_resumed else "a new run from the weights"
+    )
+    lines = [f"  start: {what}, {start.checkpoint.flag} ({start.checkpoint.path.name})"]
+    return lines + [f"    note: {note}" for note in start.notes]
 
 
 def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:

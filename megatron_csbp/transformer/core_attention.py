@@ -20,12 +20,14 @@ from megatron_csbp import megatron_compat
 from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.corrupted_rows import corrupted_rows
+from megatron_csbp.transformer.device_arrays import on_device
 from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, PlanKey, layer_plans
 from megatron_csbp.transformer.geometry.plan import AttentionPlan
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import Sharding
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, WindowAnchor
 from megatron_csbp.transformer.kernels import HeadShape, checked_kernel
+from megatron_csbp.transformer.query_scale import QueryScale
 from megatron_csbp.transformer.sample_params import plans_of
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger
 from megatron_csbp.transformer.wait_clock import WaitClock
@@ -47,6 +49,7 @@ class BlockDiffusionSettings:
         num_head_groups: groups in which heads are exchanged.
         grad_reduce_dtype: dtype in which key and value gradients cross a link; None: dtype of the keys.
         last_layer_drops_clean_rows: whether clean rows end at their keys and values in the last layer, in training.
+        query_scale: scale of queries by position, if the model has one.
     """
 
     sample: Sample
@@ -57,6 +60,7 @@ class BlockDiffusionSettings:
     num_head_groups: int = 1
     grad_reduce_dtype: torch.dtype | None = None
     last_layer_drops_clean_rows: bool = False
+    query_scale: QueryScale | None = None
 
     def plans(self, rank: int) -> LayerPlans:
         """Return the plans of one rank for a sample that carries none of its own."""
@@ -187,6 +191,9 @@ class CSBPCoreAttention(MegatronModule):
                 f"block-diffusion attention got {query_SBND.shape[0]} rows; --seq-length, --diffusion-block-size and "
                 f"--corrupted-views give this rank {plan.rows.num_rows}."
             )
+        if self._settings.query_scale is not None:
+            positions_S = on_device(plan.rows.positions, query_SBND.device)
+            query_SBND = self._settings.query_scale(query_SBND, positions_S)
         context = AttentionContext(
             plan=plan,
             kernel=checked_kernel(

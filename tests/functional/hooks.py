@@ -5,15 +5,16 @@ import functools
 import os
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from megatron.core.transformer.mlp import MLP
 
-from megatron_csbp import forward_step, training_setup
-from megatron_csbp.objectives.noise import SampleNoise
+from megatron_csbp import forward_step, megatron_checkpoints, training_setup
 from megatron_csbp.objectives import block_diffusion, nemotron
 from megatron_csbp.objectives.interface import BoolArray, CleanRows, FloatArray
+from megatron_csbp.objectives.noise import SampleNoise
 from megatron_csbp.transformer.geometry.rows import RankRows
 
 
@@ -103,3 +104,15 @@ def tell_the_rows_of_every_mlp() -> None:
         return forward(self, hidden_states, *args, **kwargs)
 
     MLP.forward = tell
+
+
+def forget_the_saved_biases() -> None:
+    """Let a checkpoint's arguments say nothing of biases, as those of another tool."""
+    read = megatron_checkpoints.common_state
+
+    def forgetful(path: Path) -> dict[str, Any]:
+        state = dict(read(path))
+        del state["args"].add_qkv_bias
+        return state
+
+    megatron_checkpoints.common_state = forgetful

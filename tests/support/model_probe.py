@@ -24,7 +24,14 @@ class Logits:
 
 
 def probe(
-    ranks: Ranks, folder: Path, arguments: list[str], clean: Tensor, corrupted: Tensor | None, world_size: int = 1
+    ranks: Ranks,
+    folder: Path,
+    arguments: list[str],
+    clean: Tensor,
+    corrupted: Tensor | None,
+    world_size: int = 1,
+    *,
+    load: bool = False,
 ) -> Logits:
     """Run a model forward.
 
@@ -35,9 +42,10 @@ def probe(
         clean: tokens of the clean copy, one row for each input, [inputs, L].
         corrupted: tokens of the corrupted copy, likewise; None for a stock model.
         world_size: ranks of the context group.
+        load: whether the weights are those of the command line's `--load`.
     """
     torch.save({"clean": clean, "corrupted": corrupted}, folder / "tokens.pt")
-    request = {"arguments": arguments, "folder": str(folder)}
+    request = {"arguments": arguments, "folder": str(folder), "load": load}
     ranks.call("tests.support.model_probe:run", request, world_size).check()
     shares = [torch.load(folder / f"logits{rank}.pt") for rank in range(world_size)]
     filled = {
@@ -56,7 +64,7 @@ def run(request: dict[str, Any]) -> None:
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.initialize import initialize_megatron
 
-    from megatron_csbp import arguments, cpu_runtime, megatron_compat, training_setup
+    from megatron_csbp import arguments, cpu_runtime, megatron_compat, megatron_loading, training_setup
 
     sys.argv = ["probe", *request["arguments"]]
     args = training_setup.parse_and_validate_args(cpu_runtime.install("cpu"))
@@ -75,6 +83,8 @@ def run(request: dict[str, Any]) -> None:
         config = gpt_config_from_args(args)
         mask = torch.ones(1, 1, args.seq_length, args.seq_length).tril() < 0.5
     model = config.get_builder_cls()(config).build_model(groups).eval()
+    if request["load"]:
+        megatron_loading.load_weights(model)
     tokens = torch.load(Path(request["folder"]) / "tokens.pt")
     rows_BS = tokens["clean"][:, positions]
     if tokens["corrupted"] is not None:

@@ -4,6 +4,7 @@
 from argparse import Namespace
 
 import pytest
+from megatron_csbp.transformer.layout import BlockAssignment, Scheme
 
 from megatron_csbp.arguments import (
     Change,
@@ -13,7 +14,6 @@ from megatron_csbp.arguments import (
     read_device,
     sequence_layout,
 )
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme
 from tests.support.megatron_arguments import VALID, parse, parser
 
 

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 

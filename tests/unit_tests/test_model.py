@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.functional.model_flags import CSBP2, MODEL, TRAINING, words
 from tests.support.megatron_run import Ranks
-from tests.support.model_probe import probe
+from tests.support.model_probe import Logits, probe
 
 LENGTH, BLOCK = 64, 8
 BLOCKS = LENGTH // BLOCK
@@ -105,3 +105,26 @@ def test_both_copies_stand_at_their_true_positions(name: str, ranks: Ranks, tmp_
     for scheme in schemes:
         torch.testing.assert_close(results[scheme].clean, expected, rtol=0, atol=1e-5, msg=f"{scheme}, clean")
         torch.testing.assert_close(results[scheme].corrupted, expected, rtol=0, atol=1e-5, msg=f"{scheme}, corrupted")
+
+
+def test_queries_are_scaled_by_their_true_position_in_both_copies_under_every_scheme(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """A scale that begins at position 16 leaves the blocks before it as they are, and changes all others."""
+    shape = [*SIZES, *words(f"--global-batch-size 1 --diffusion-block-size {BLOCK} --mask-token-id 190")]
+    scale = words("--query-scale-beta 0.7 --yarn-original-max-position-embeddings 16")
+    clean, corrupted = random_tokens(4), random_tokens(5)
+
+    def logits(name: str, flags: list[str], world_size: int) -> Logits:
+        folder = tmp_path / name
+        folder.mkdir()
+        return probe(ranks, folder, [*shape, *flags], clean, corrupted, world_size)
+
+    unscaled = logits("no scale", [], 1)
+    scaled = {name: logits(name, [*flags, *scale], size) for name, (flags, size) in SCHEMES.items() if name != "cp2"}
+    for copy in ("clean", "corrupted"):
+        expected = getattr(scaled["one rank"], copy)
+        differs = (expected != getattr(unscaled, copy)).any(-1).view(BLOCKS, BLOCK)
+        assert differs.any(1).tolist() == [False, False, *[True] * (BLOCKS - 2)]
+        for found in scaled.values():
+            torch.testing.assert_close(getattr(found, copy), expected, rtol=0, atol=1e-5)

@@ -233,7 +233,7 @@ def _blame(kernel: AttentionKernel, device: torch.device) -> str:
 def _advice(kernel: AttentionKernel) -> str:
     return (
         f"Use --csbp-attention-backend {_ALTERNATIVE.get(kernel.name, 'torch')}, and please report it with the output "
-        "of python -m megatron_csbp.gpu_check."
+        "of python -m megatron_csbp.tools.gpu_check."
     )
 
 

@@ -168,6 +168,12 @@ REFUSED = {
         "would see the next token",
         "use --clean-attention token-causal or --ar-loss-weight 0",
     ),
+    "a query scale without a slope": ("--query-scale-beta 0", "--query-scale-beta 0.0 must be above 0; 0.1 is"),
+    "a query scale without a length": (
+        "--query-scale-beta 0.1",
+        "--query-scale-beta 0.1 needs --yarn-original-max-position-embeddings",
+        "for example 16384",
+    ),
     "a smallest noise level of 0": ("--noise-eps 0", "--noise-eps 0.0 must be above 0 and at most 1", "Use 1e-3"),
     "a smallest noise level above 1": ("--noise-eps 1.5", "--noise-eps 1.5 must be above 0 and at most 1"),
     "a noise schedule that nemotron does not have": (
@@ -270,6 +276,7 @@ ACCEPTED = {
     "token-causal clean attention": "--clean-attention token-causal",
     "every schedule of block-diffusion": "--noise-schedule cosine",
     "a large smallest noise level": "--noise-eps 0.999",
+    "a query scale": "--query-scale-beta 0.1 --yarn-original-max-position-embeddings 16384",
     "attention dropout of 0, said aloud": "--attention-dropout 0",
     "experts that balance themselves, on csbp": (
         "--bp-size 2 --context-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1"
@@ -396,6 +403,7 @@ def test_refuses_by_name_what_other_megatrons_have_a_flag_for(name: str) -> None
         "--ar-loss-weight 1",
         "--noise-schedule log",
         "--noise-eps 0.1",
+        "--query-scale-beta 0.1",
         "--block-assignment contiguous",
         "--csbp-attention-backend torch",
     ],

@@ -3,6 +3,8 @@
 
 import pytest
 import torch
+from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 
 from megatron_csbp.configuration.performance_arguments import (
     default_chunk_rows,
@@ -12,8 +14,6 @@ from megatron_csbp.configuration.performance_arguments import (
     unit_bytes,
     why_last_layer_is_whole,
 )
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 from megatron_csbp.transformer.traffic_ledger import Collective
 from tests.support.megatron_arguments import VALID, parse
 

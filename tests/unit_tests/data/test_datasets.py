@@ -10,11 +10,11 @@ import pytest
 import torch
 from megatron.core.datasets.utils import Split
 from megatron.training.datasets import data_samplers
+from megatron_csbp.transformer.layout import Scheme, SequenceLayout
 from torch import Tensor
 
 from megatron_csbp.data.datasets import EVALUATION_SEED, BlockDiffusionDataset, build_train_valid_test_datasets
 from megatron_csbp.objectives import ObjectiveConfig, build_objective
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout
 from tests.unit_tests.data.support import VOCAB, config, documents, megatron_args, stock_datasets, write_indexed
 from tests.unit_tests.objectives.support import SPREAD_SCHEMES, layouts_of, reassembled, single
 

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 
 from megatron_csbp.data.dual_end_sampler import DualEndSampler
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 from tests.unit_tests.data.support import EOD, PAD, VOCAB, Tokenizer, config, documents, stock_datasets, write_indexed
 from tests.unit_tests.objectives.support import TOPOLOGIES, layouts_of, single
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_csbp import megatron_compat
 from megatron_csbp.loss.row_losses import LossRowSelection, RowLosses, select_loss_rows
-from megatron_csbp.reporting.dry_run import fake_group
-from megatron_csbp.reporting.memory_meter import AllocationMeter
+from megatron_csbp.tools.attention_step import fake_group
+from megatron_csbp.tools.memory_meter import AllocationMeter
 
 S, B, H, V = 24, 2, 16, 4096
 MASK_ID = 7

@@ -2,9 +2,9 @@
 """Layouts of every scheme, and rows under them, for tests of objectives and data."""
 
 import numpy as np
+from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 
 from megatron_csbp.objectives import CleanRows
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 
 SPREAD_SCHEMES = [Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL]
 TOPOLOGIES = [(Scheme.SINGLE, 1, BlockAssignment.DUAL_END)] + [

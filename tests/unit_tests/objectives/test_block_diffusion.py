@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_csbp.objectives import OBJECTIVES, LossSums, Objective, ObjectiveConfig, build_objective
 from megatron_csbp.objectives.noise import SampleNoise
 from megatron_csbp.objectives.noise_schedules import NOISE_SCHEDULES, noise_times
-from megatron_csbp.objectives import OBJECTIVES, LossSums, Objective, ObjectiveConfig, build_objective
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from tests.unit_tests.objectives.support import rows_under, single
 

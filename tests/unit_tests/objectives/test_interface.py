@@ -6,8 +6,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 
-from megatron_csbp.objectives.noise import SampleNoise
 from megatron_csbp.objectives import (
     OBJECTIVES,
     LossRows,
@@ -17,7 +17,7 @@ from megatron_csbp.objectives import (
     build_objective,
 )
 from megatron_csbp.objectives.interface import ratio
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
+from megatron_csbp.objectives.noise import SampleNoise
 from tests.unit_tests.objectives.support import TOPOLOGIES, layouts_of, reassembled, rows_under, single
 
 MASK, LENGTH, BLOCK = 99, 96, 4

@@ -2,11 +2,11 @@
 import numpy as np
 import pytest
 import torch
-
-from megatron_csbp.objectives.noise import SampleNoise
-from megatron_csbp.objectives import LossSums, Objective, ObjectiveConfig, build_objective
-from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme
+
+from megatron_csbp.objectives import LossSums, Objective, ObjectiveConfig, build_objective
+from megatron_csbp.objectives.noise import SampleNoise
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from tests.unit_tests.objectives.support import TOPOLOGIES, layouts_of, reassembled, rows_under, single
 
 MASK, LENGTH, BLOCK, EPS = 99, 64, 4, 1e-3

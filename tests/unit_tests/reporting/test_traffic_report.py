@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 
 from megatron_csbp.reporting.instruments import closing
 from megatron_csbp.reporting.traffic_report import TrafficReport, closed_form, ledger_path
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 from megatron_csbp.transformer.traffic_ledger import Collective, Direction, Transfer, Volume
 
 CP, BP, CSBP = Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL

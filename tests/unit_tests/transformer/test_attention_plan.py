@@ -9,10 +9,10 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention, allowed_pairs, gather_slot
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout, Stream
 from megatron_csbp.transformer.tile import KeySource, MaskKind, Tile, TileKind
+
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case
 from tests.support.dense_oracle import allowed_mask, whole_rows
 

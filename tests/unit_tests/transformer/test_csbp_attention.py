@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_csbp.transformer.layout import BlockAssignment, Scheme
 from torch import Tensor
 
-from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.attention import block_diffusion_attention
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group, attend_on_rank
 from tests.support.dense_oracle import Problem, Result, dense_attention
 from tests.support.simulated_group import SimulatedCollectives

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from megatron_csbp.transformer.layout import BlockAssignment, Scheme, Stream
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.collectives import start_all_gathers, start_reduce_scatters
 from megatron_csbp.transformer.communication import ContextGroupExchange
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, Stream
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, add_results, attend_on_rank
 from tests.support.delayed_exchange import DelayedExchange

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 from torch import Tensor
 
-from megatron_csbp.transformer.geometry.visibility import CleanAttention
-from megatron_csbp.transformer.communication import PendingWork
 from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
+from megatron_csbp.transformer.communication import PendingWork
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 from tests.support.attention_cases import Attend, Case, gradients_on_group, plain, recomputed, two_layers
 from tests.support.dense_oracle import whole_rows
 from tests.support.simulated_group import SimulatedCollectives

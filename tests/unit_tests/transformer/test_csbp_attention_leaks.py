@@ -6,10 +6,10 @@ from itertools import product
 
 import pytest
 import torch
+from megatron_csbp.transformer.layout import Scheme
 from torch import Tensor
 
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
-from megatron_csbp.transformer.layout import Scheme
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
 from tests.support.dense_oracle import Problem
 from tests.support.simulated_group import SimulatedCollectives

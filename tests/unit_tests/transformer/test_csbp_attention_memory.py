@@ -5,16 +5,16 @@ import resource
 
 import pytest
 import torch
+from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.layout import Scheme, SequenceLayout
 from torch.utils.checkpoint import checkpoint
 
-from megatron_csbp.reporting.dry_run import attention_step, fake_group
-from megatron_csbp.reporting.flops import ModelShape
-from megatron_csbp.reporting.memory_meter import AllocationMeter, SavedActivations
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.communication import ContextGroupExchange
+from megatron_csbp.tools.attention_step import attention_step, fake_group
+from megatron_csbp.tools.flops import ModelShape
+from megatron_csbp.tools.memory_meter import AllocationMeter, SavedActivations
 from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
+from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout
 
 CP, BP, CSBP = Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL
 SHAPE = ModelShape(

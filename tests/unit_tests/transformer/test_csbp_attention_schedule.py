@@ -8,14 +8,14 @@ from itertools import count
 
 import pytest
 import torch
+from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 from torch import Tensor
 
 from megatron_csbp.transformer import communication
-from megatron_csbp.transformer.geometry.visibility import CleanAttention
-from megatron_csbp.transformer.communication import PendingWork
 from megatron_csbp.transformer.attention import block_diffusion_attention
+from megatron_csbp.transformer.communication import PendingWork
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 from tests.support.attention_cases import (
     Attend,
     Case,

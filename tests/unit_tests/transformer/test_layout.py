@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.utils import get_batch_on_this_cp_rank
-
 from megatron_csbp.transformer.layout import (
     BlockAssignment,
     Scheme,

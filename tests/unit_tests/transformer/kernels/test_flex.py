@@ -14,20 +14,20 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
+from megatron_csbp.transformer.tile import MaskKind
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as flex_module
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.kernels import flex
 from megatron_csbp.transformer.kernels.flex import FlexKernel
 from megatron_csbp.transformer.kernels.flex_mask import BLOCK, local_block_mask, local_mask_function, pairs_by_block
 from megatron_csbp.transformer.kernels.local_interface import LocalKernel
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.torch_cuda import TorchCudaKernel
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 from megatron_csbp.transformer.softmax_merge import merge_partial
-from megatron_csbp.transformer.tile import MaskKind
 from megatron_csbp.transformer.tile_executor import KeyValue, Merged, QuerySide, TileExecutor
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
 from tests.support.dense_oracle import dense_attention

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.layout import Scheme, SequenceLayout
+from megatron_csbp.transformer.tile import MaskKind
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.kernels import HeadShape, checked_kernel, flex, self_test
 from megatron_csbp.transformer.kernels.cudnn_tails import ends_within_a_group
 from megatron_csbp.transformer.kernels.flex import FlexKernel
@@ -23,8 +25,6 @@ from megatron_csbp.transformer.kernels.self_test import TOLERANCE, check_kernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from megatron_csbp.transformer.kernels.transformer_engine import TransformerEngineKernel
 from megatron_csbp.transformer.kernels.transformer_engine_adapter import FusedAttention
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout
-from megatron_csbp.transformer.tile import MaskKind
 from tests.support.transformer_engine_stand_in import StandIn
 
 CPU = torch.device("cpu")

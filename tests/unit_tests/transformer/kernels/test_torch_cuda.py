@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_csbp.transformer.layout import Scheme
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,6 @@ from megatron_csbp.transformer.kernels import HeadShape, torch_cuda
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.self_test import check_kernel
 from megatron_csbp.transformer.kernels.torch_cuda import TorchCudaKernel, choose_operator
-from megatron_csbp.transformer.layout import Scheme
 from tests.support.attention_cases import Case, attend_on_group
 from tests.support.dense_oracle import dense_attention
 from tests.support.simulated_group import SimulatedCollectives

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_csbp.transformer.layout import Scheme
 from torch import Tensor
 
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
@@ -20,7 +21,6 @@ from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.transformer_engine import TransformerEngineKernel
 from megatron_csbp.transformer.kernels.transformer_engine_adapter import FusedAttention
 from megatron_csbp.transformer.kernels.transformer_engine_symbols import import_symbols
-from megatron_csbp.transformer.layout import Scheme
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
 from tests.support.dense_oracle import dense_attention
 from tests.support.simulated_group import SimulatedCollectives

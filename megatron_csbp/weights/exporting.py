@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a Megatron checkpoint to a Hugging Face folder."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_csbp.weights.comparison import check_tensors
+from megatron_csbp.weights.families import Family, family_of
+from megatron_csbp.weights.layouts import Shape
+from megatron_csbp.weights.model_arguments import config_from_arguments
+from megatron_csbp.weights.model_shape import ModelShape, shape_from_arguments
+from megatron_csbp.weights.rotary_arguments import arguments_of_rope
+from megatron_csbp.weights.rules import Piece, pieces
+from megatron_csbp.weights.safetensors_reader import INDEX
+from megatron_csbp.weights.safetensors_writer import SafetensorsWriter
+from megatron_csbp.weights.side_files import copy_side_files, read_config
+from megatron_csbp.weights.torch_dist_reader import TorchDistCheckpoint
+from megatron_csbp.weights.trained_checkpoint import TrainedCheckpoint, open_checkpoint, original_model
+from megatron_csbp.weights.whole_folder import whole_folder
+
+_DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_NOT_WEIGHTS = ("rng_state", "rerun_state_machine")
+
+
+def export_weights(
+    load: Path,
+    to: Path,
+    *,
+    iteration: int | None = None,
+    like: Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[str]:
+    """Write a folder that `transformers` loads.
+
+    Args:
+        load: the checkpoint folder.
+        to: gets weights, config and tokenizer.
+        iteration: which checkpoint; the latest by default.
+        like: the Hugging Face model whose config and tokenizer go along; by default the one that the run started from.
+        dtype: of the written weights; that of the checkpoint by default.
+
+    Returns:
+        What was done, in lines.
+
+    Raises:
+        ValueError: the checkpoint, the model that it should be like, or the target cannot be used. Nothing is left
+            behind then.
+    """
+    checkpoint = open_checkpoint(load, iteration)
+    like = _template(checkpoint, like)
+    config = read_config(like, "--like")
+    family = family_of(config, f"--like {like}")
+    changed = changed_config(family, config, vars(checkpoint.arguments), f"--load {load}", f"--like {like}")
+    shape = shape_from_arguments(vars(checkpoint.arguments), config["vocab_size"])
+    weights = TorchDistCheckpoint(checkpoint.path)
+    parts = list(located(pieces(family.rules, family.body, shape), weights))
+    check_pieces(parts, weights, f"--load {load}", f"the table of {family.model_type} and the run's arguments")
+    tensors = {
+        name: (size, dtype or weights.tensors[piece.keys[0]][1])
+        for piece in parts
+        for name, size in zip(piece.names, piece.part_shapes, strict=True)
+    }
+    widest = max((kind for _, kind in tensors.values()), key=lambda kind: kind.itemsize)
+    with whole_folder(to, "--to") as folder:
+        copy_side_files(like, folder)
+        (folder / INDEX).unlink(missing_ok=True)
+        _update_config(folder / "config.json", changed, widest)
+        with SafetensorsWriter(folder, tensors, _files_of(like)) as writer:
+            for piece in parts:
+                for name, tensor in unpacked(piece, weights, shape):
+                    writer.write(name, tensor.to(tensors[name][1]))
+    said = [f"config.json: {key} is {value!r}, as it was trained" for key, value in changed.items()]
+    return [
+        f"exported {len(tensors)} tensors of {family.model_type} ({_DTYPE_NAMES.get(widest, widest)}), iteration "
+        f"{checkpoint.iteration}, into {to}",
+        f"config and tokenizer from {like}",
+        *said,
+    ]
+
+
+def changed_config(
+    family: Family, config: Mapping[str, Any], arguments: Mapping[str, Any], load: str, like: str
+) -> dict[str, Any]:
+    """Compare a run's arguments with the config.json that goes along.
+
+    Returns:
+        Entries that training changed, and may: positions.
+
+    Raises:
+        ValueError: the run trained another model.
+    """
+    trained = config_from_arguments(family.config, arguments, config["vocab_size"])
+    differing = {}
+    for setting in family.config.settings:
+        key = setting.config
+        there = next(
+            (config[name] for name in (key, *setting.other_names) if config.get(name) is not None), setting.default
+        )
+        if key == "head_dim" and there is None:
+            there = config["hidden_size"] // config["num_attention_heads"]
+        if trained[key] != there:
+            differing[key] = (trained[key], there, setting.may_change)
+    tied = not trained["tie_word_embeddings"] if family.head_is_its_own else config.get("tie_word_embeddings", False)
+    if not family.head_is_its_own and trained["tie_word_embeddings"] != tied:
+        differing["tie_word_embeddings"] = (trained["tie_word_embeddings"], tied, False)
+    wrong = [f"{key} is {now!r} and there {before!r}" for key, (now, before, may) in differing.items() if not may]
+    for argument, value in family.config.fixed.items():
+        if "dropout" not in argument and arguments.get(argument, value) != value and not argument.startswith("moe_"):
+            wrong.append(f"{argument} is {arguments[argument]!r} and should be {value!r}")
+    if wrong:
+        raise ValueError(f"{load} is not a model like {like}: {'; '.join(wrong)}.")
+    changed = {key: now for key, (now, _, _) in differing.items()}
+    # Compared as Megatron sees them, since config.json can say the same in several ways.
+    ours = arguments_of_rope(config)
+    if any(arguments.get(name) != value for name, value in ours.items() if name != "add_position_embedding"):
+        changed |= {key: trained[key] for key in ("rope_parameters",)}
+    return changed
+
+
+def located(parts: Iterator[Piece], weights: TorchDistCheckpoint) -> Iterator[Piece]:
+    """Keep of each piece the key under which the checkpoint has it; the first if it has none."""
+    for piece in parts:
+        key = next((key for key in piece.keys if key in weights.tensors), piece.keys[0])
+        yield Piece(**{**vars(piece), "keys": (key,)})
+
+
+def check_pieces(parts: list[Piece], weights: TorchDistCheckpoint, where: str, why: str) -> None:
+    """Check that a checkpoint has exactly the tensors of the table.
+
+    Raises:
+        ValueError: it lacks some, has others, or has one of another shape.
+    """
+    every_key = {key for piece in parts for rule in (piece.rule,) for key in _all_keys(piece, rule.also)}
+    expected = {piece.keys[0]: piece.global_shape for piece in parts}
+    found: dict[str, Shape] = {
+        key: size
+        for key, (size, _) in weights.tensors.items()
+        if not key.startswith(_NOT_WEIGHTS) and (key in expected or key not in every_key)
+    }
+    check_tensors(expected, found, where, why)
+
+
+def unpacked(piece: Piece, weights: TorchDistCheckpoint, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read a piece and yield Hugging Face's tensors in it."""
+    packed = weights.read(piece.keys[0], piece.offset, piece.shape)
+    packed = packed.reshape(piece.rule.layout.packed_shape(piece.part_shapes, shape))
+    yield from zip(piece.names, piece.rule.layout.unpack(packed, piece.part_shapes, shape), strict=True)
+
+
+def _all_keys(piece: Piece, also: tuple[str, ...]) -> Iterator[str]:
+    prefix = piece.keys[0].removesuffix(piece.rule.megatron)
+    for name in also:
+        prefix = prefix.removesuffix(name)
+    yield from (prefix + name for name in (piece.rule.megatron, *also))
+
+
+def _template(checkpoint: TrainedCheckpoint, like: Path | None) -> Path:
+    found = like or original_model(checkpoint)
+    if found is None:
+        raise ValueError(
+            f"--load {checkpoint.folder} does not lead to the Hugging Face model that it was imported from; name "
+            "its folder, or "
+            "one of the same model, with --like: config and tokenizer come from there."
+        )
+    return found
+
+
+def _files_of(like: Path) -> dict[str, str] | None:
+    """Return which tensor is in which file of a model, so that an export is cut as the original was."""
+    index = like / INDEX
+    if not index.is_file():
+        return None
+    files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    return files
+
+
+def _update_config(path: Path, changed: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Write into config.json what training changed; leave the file alone if that is nothing."""
+    config = json.loads(path.read_text())
+    key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
+    new = dict(changed)
+    if key in config and config[key] != _DTYPE_NAMES.get(dtype, config[key]):
+        new[key] = _DTYPE_NAMES[dtype]
+    if "rope_parameters" in new and "rope_parameters" not in config:  # a file of transformers 4
+        config.pop("rope_scaling", None)
+        config.pop("rope_theta", None)
+    if new:
+        path.write_text(json.dumps(config | new, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a Hugging Face folder to a Megatron checkpoint."""
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_csbp.weights.comparison import check_tensors
+from megatron_csbp.weights.families import Family, family_of
+from megatron_csbp.weights.mask_token import find_mask_token
+from megatron_csbp.weights.model_arguments import Arguments, arguments_from_config
+from megatron_csbp.weights.model_flags import flags_of_arguments, yaml_text
+from megatron_csbp.weights.model_shape import ModelShape, shape_from_arguments
+from megatron_csbp.weights.rules import Piece, pieces, state_keys
+from megatron_csbp.weights.safetensors_reader import SafetensorsFolder
+from megatron_csbp.weights.side_files import HUGGING_FACE, copy_side_files, has_tokenizer, read_config
+from megatron_csbp.weights.torch_dist_writer import write_checkpoint
+from megatron_csbp.weights.whole_folder import whole_folder
+
+MODEL_FILE = "model.yaml"
+"""The model's flags, in the folder of an imported checkpoint."""
+
+_IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
+_VOCABULARY = {"padded_vocab_size"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face model that was found to fit its family's table.
+
+    Attributes:
+        folder: where it is.
+        config: contents of its config.json.
+        family: its family.
+        arguments: Megatron's arguments for it.
+        shape: its sizes.
+        tensors: its weights.
+        notes: what is left out, in words.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    family: Family
+    arguments: Arguments
+    shape: ModelShape
+    tensors: SafetensorsFolder
+    notes: tuple[str, ...]
+
+
+def open_source(folder: Path, vocab_divisible_by: int, flag: str = "--from") -> Source:
+    """Look at a model, without its weights' contents, and check that it fits.
+
+    Args:
+        folder: with config.json and safetensors files.
+        vocab_divisible_by: Megatron's vocabulary is padded to a multiple of it.
+        flag: names the folder in messages.
+
+    Raises:
+        ValueError: the family or a setting is not known, or tensors are missing, unexpected or of another shape.
+    """
+    config = read_config(folder, flag)
+    family = family_of(config, f"{flag} {folder}")
+    arguments = arguments_from_config(family.config, config, vocab_divisible_by)
+    tensors = SafetensorsFolder(folder)
+    if family.head_is_its_own and family.head in tensors.entries:
+        arguments["untie_embeddings_and_output_weights"] = True
+    shape = shape_from_arguments(arguments, config["vocab_size"])
+    found = {name: entry.shape for name, entry in tensors.entries.items() if not name.endswith(_IGNORED_ENDINGS)}
+    notes = [f"left out {len(tensors.entries) - len(found)} rotary tables"] * (len(found) < len(tensors.entries))
+    if shape.tied and family.head in found:
+        _check_repeated_head(family, tensors)
+        del found[family.head]
+        notes.append(f"left out {family.head}, which repeats the tied embedding")
+    expected = {
+        name: size
+        for piece in pieces(family.rules, family.body, shape)
+        for name, size in zip(piece.names, piece.part_shapes, strict=True)
+    }
+    check_tensors(expected, found, f"{flag} {folder}", f"the table of {family.model_type} and its config.json")
+    return Source(folder, config, family, arguments, shape, tensors, tuple(notes))
+
+
+def import_weights(
+    source_folder: Path,
+    save: Path,
+    *,
+    mask_token: str | None = None,
+    dtype: torch.dtype | None = None,
+    vocab_divisible_by: int = 128,
+) -> list[str]:
+    """Write a checkpoint that `--load ... --finetune` starts from, in any topology.
+
+    Args:
+        source_folder: the Hugging Face model.
+        save: gets the checkpoint, `model.yaml` with the model's flags, and `huggingface/` with config and tokenizer.
+        mask_token: id or token; see `find_mask_token`.
+        dtype: of the written weights; that of the source by default.
+        vocab_divisible_by: the vocabulary is padded to a multiple of it; tensor-parallel ranks share it evenly.
+
+    Returns:
+        What was done, in lines.
+
+    Raises:
+        ValueError: the source or the target cannot be used. Nothing is left behind then.
+    """
+    source = open_source(source_folder, vocab_divisible_by)
+    mask_id = find_mask_token(mask_token, source.config, source_folder)
+    parts = list(pieces(source.family.rules, source.family.body, source.shape))
+    dtypes = _dtypes(parts, source.tensors, dtype)
+
+    def make(piece: Piece) -> Tensor:
+        return piece.rule.layout.pack([source.tensors.read(name) for name in piece.names], source.shape)
+
+    with whole_folder(save, "--save") as folder:
+        states = list(state_keys(source.family.states, source.shape))
+        write_checkpoint(folder, parts, make, dtypes, states, _saved_arguments(source))
+        copy_side_files(source_folder, folder / HUGGING_FACE)
+        (folder / MODEL_FILE).write_text(_model_file(source, save, mask_id))
+    return _report(source, save, dtypes, mask_id)
+
+
+def _check_repeated_head(family: Family, tensors: SafetensorsFolder) -> None:
+    """A tied model's file may repeat the embedding as the output layer; anything else there would be lost."""
+    embedding = family.body + "embed_tokens.weight"
+    if embedding in tensors.entries and not torch.equal(tensors.read(family.head), tensors.read(embedding)):
+        raise ValueError(
+            f"{tensors.folder}: config.json ties embedding and output layer (tie_word_embeddings), but "
+            f"{family.head} differs "
+            f"from {embedding}. Set tie_word_embeddings to false there to keep both."
+        )
+
+
+def _dtypes(parts: list[Piece], tensors: SafetensorsFolder, asked: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Return the dtype of each of the checkpoint's tensors.
+
+    Raises:
+        ValueError: the tensors that one of Megatron's is made of have different dtypes.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    for piece in parts:
+        for key in piece.keys:
+            for name in piece.names:
+                dtype = asked or tensors.entries[name].dtype
+                if dtypes.setdefault(key, dtype) != dtype:
+                    raise ValueError(
+                        f"{name} is of {dtype} and others of {key} are of {dtypes[key]}; choose one with --dtype, "
+                        "for example "
+                        "--dtype bf16."
+                    )
+    return dtypes
+
+
+def _saved_arguments(source: Source) -> Namespace:
+    """Return what the checkpoint says of the run that made it: the model, and that nothing else is there to load."""
+    return Namespace(
+        **source.arguments,
+        no_save_optim=True,
+        no_save_rng=True,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        ckpt_format="torch_dist",
+        consumed_train_samples=0,
+        skipped_train_samples=0,
+        consumed_valid_samples=0,
+        imported_model_type=source.family.model_type,
+    )
+
+
+def _model_file(source: Source, save: Path, mask_id: int | None) -> str:
+    model = {name: value for name, value in source.arguments.items() if name not in _VOCABULARY}
+    vocabulary = flags_of_arguments({name: source.arguments[name] for name in _VOCABULARY})
+    if has_tokenizer(source.folder):
+        place = os.path.abspath(save / HUGGING_FACE)
+        vocabulary = {"tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": place} | vocabulary
+    sections: dict[str, Mapping[str, Any]] = {
+        "model": flags_of_arguments(model),
+        "tokenizer": vocabulary,
+        "block_diffusion": {} if mask_id is None else {"mask-token-id": mask_id},
+    }
+    header = (
+        f"The flags of {source.folder.resolve().name} ({source.family.model_type}), for --yaml-cfg.\n"
+        "Written by python -m megatron_csbp.weights import."
+    )
+    return yaml_text(header, sections)
+
+
+def _report(source: Source, save: Path, dtypes: Mapping[str, torch.dtype], mask_id: int | None) -> list[str]:
+    names = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes.values()}))
+    rows, padded = source.shape.dims["vocab"], source.shape.dims["padded_vocab"]
+    mask = "no mask token is known; give --mask-token-id" if mask_id is None else f"mask token {mask_id}"
+    return [
+        f"imported {len(source.tensors.entries)} tensors of {source.family.model_type} ({names}), "
+        f"{source.shape.num_layers} "
+        f"layers, into {save}",
+        f"vocabulary {rows}" + (f", padded to {padded}" if padded != rows else "") + f"; {mask}",
+        *source.notes,
+        f"train with: --yaml-cfg {save / MODEL_FILE} --load {save} --finetune",
+    ]
