@@ -53,7 +53,7 @@ def attention_kernel_lines(
             ),
             args.csbp_head_groups,
         )
-        forward, backward = (sum(p.launches for p in each) for each in zip(*((c.forward, c.backward) for c in costs)))
+        forward, backward = sum(c.forward.launches for c in costs), sum(c.backward.launches for c in costs)
         lines.append(
             f"    tiles{window}: {shown}; {len(plan.tiles)} of them, some {forward} launches forward and {backward} "
             "backward in a layer (modelled, tile by tile)"
