@@ -10,8 +10,13 @@ Letters: G problems of a tile, T rows, U keys, N query heads, K key/value heads,
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_csbp.transformer.geometry.plan import AttentionPlan
+from megatron_csbp.transformer.geometry.layer_plans import rank_rows
+from megatron_csbp.transformer.geometry.plan import AttentionPlan, plan_attention
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
 from megatron_csbp.transformer.geometry.tiles import KeySource, MaskKind, Repeats, RowPattern, Tile
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
+from megatron_csbp.transformer.head_groups import default_head_groups
 
 FORWARD_RATE, BACKWARD_RATE = 600e12, 450e12
 """Operations a second of large unmasked bf16 tiles; 989e12 is the most that the hardware has."""
@@ -192,3 +197,23 @@ def _line(what: str, shape: str, forward: Sequence[Pass], backward: Sequence[Pas
     return (
         f"| {what} | {shape} | {launches} | {megabytes:.0f} | {gigaoperations:.1f} | {times[0]:.0f} | {times[1]:.0f} |"
     )
+
+
+def tile_report(
+    length: int, group_size: int, block_size: int, clean_attention: CleanAttention, heads: Heads
+) -> list[str]:
+    """Return the table of the last rank of a context group under CSBP, with the head groups that training would take.
+
+    Args:
+        length: L, clean tokens.
+        group_size: P.
+        block_size: M.
+        clean_attention: mask of the clean copy.
+        heads: heads on a rank.
+    """
+    scheme = Scheme.SINGLE if group_size == 1 else Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL
+    rows = rank_rows(Sample(length, block_size), Sharding(group_size, scheme), group_size - 1)
+    plan = plan_attention(rows, Mask(clean_attention))
+    clean_bytes = length * 2 * heads.num_key_value_heads * heads.head_dim * _BF16 if plan.exchanges else 0
+    groups = default_head_groups(heads.num_key_value_heads, clean_bytes, recomputes=False)
+    return format_costs(tile_costs(plan, heads, groups), heads, plan.num_pairs)
