@@ -20,8 +20,8 @@ import torch
 from megatron_csbp.tools.gpu_check.accuracy import ALLOWED_RATIO, check_accuracy
 from megatron_csbp.tools.gpu_check.report import Report, environment
 from megatron_csbp.tools.gpu_check.settings import Settings, full_form, reduced_form
-from megatron_csbp.tools.gpu_check.timing import time_backend, time_dense_flex
 from megatron_csbp.tools.gpu_check.tile_table import time_each_tile
+from megatron_csbp.tools.gpu_check.timing import time_backend, time_dense_flex
 from megatron_csbp.tools.gpu_check.training_step import training_step
 from megatron_csbp.transformer.kernels import AttentionKernel, HeadShape, checked_kernel
 from megatron_csbp.transformer.kernels.local_interface import LocalKernel
