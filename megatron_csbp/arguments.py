@@ -54,10 +54,10 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--corrupted-views",
         type=int,
-        default=1,
+        default=None,
         metavar="V",
         help="Corrupted copies of every sample in one step, each with a noise of its own, that share one clean copy: "
-        "V+1 rows for each token instead of 2V.",
+        "V+1 rows for each token instead of 2V. Default: 2 for fast-dllm-v2, else 1.",
     )
     group.add_argument(
         "--window-anchor",
@@ -110,7 +110,8 @@ def _add_objective_arguments(group: _Group) -> None:
         choices=list(OBJECTIVES),
         default="block-diffusion",
         help="block-diffusion: BD3-LM's NELBO, one noise level per block, over supervised tokens. nemotron: NVIDIA's "
-        "joint diffusion and autoregressive loss, one noise level per sequence.",
+        "joint diffusion and autoregressive loss, one noise level per sequence. fast-dllm-v2: the published "
+        "conversion of an autoregressive model, two complementary views with shifted targets.",
     )
     group.add_argument(
         "--clean-attention",

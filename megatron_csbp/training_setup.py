@@ -24,12 +24,15 @@ from megatron_csbp.configuration.config_file import flags_given, set_defaults_fr
 from megatron_csbp.configuration.flag_names import FlagNames
 from megatron_csbp.configuration.hardware_queues import check_one_queue
 from megatron_csbp.configuration.objective_flags import objective_from_args
+from megatron_csbp.configuration.output_folders import check_output_folders
 from megatron_csbp.configuration.performance_arguments import (
     fill_head_groups,
     fill_loss_chunk_rows,
     why_last_layer_is_whole,
 )
+from megatron_csbp.configuration.run_lock import check_lock, hold_lock
 from megatron_csbp.configuration.runtime_arguments import adapt_to_runtime
+from megatron_csbp.configuration.training_rules import check_training
 from megatron_csbp.configuration.weight_rules import check_weights
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.data.datasets import build_train_valid_test_datasets
@@ -95,6 +98,7 @@ def parse_and_validate_args(
             check_one_queue(args, capability, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
         changes.extend(adapt_to_runtime(args, runtime))
         changes.extend(arguments.prepare_before_validation(args, frozenset(given)))
+        check_training(args)
 
     def after(args: Namespace) -> None:
         changes.extend(arguments.prepare_after_validation(args))
@@ -111,8 +115,22 @@ def parse_and_validate_args(
         if args.full_validation:
             correct_full_validation_now(args)
     start = check_start(args, FlagNames(parsers[-1]))
+    take_output_folders(args)
     print_start_summary(args, runtime, changes, start)
     return args
+
+
+def take_output_folders(args: Namespace) -> None:
+    """Try every folder that the run writes into, and keep other runs out of the one with its checkpoints.
+
+    Raises:
+        ValueError: a folder cannot be written into, or another run saves there.
+    """
+    check_output_folders(args)
+    if args.save is not None and "://" not in args.save and not args.skip_train:
+        check_lock(args.save)
+        if args.rank == 0:
+            hold_lock(args.save)
 
 
 def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:

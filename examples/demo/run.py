@@ -23,6 +23,7 @@ from sizes import NUM_RANKS, PAPER_CASE, SIZES, Size
 from training import DemoError, RunRecord, train
 
 from megatron_csbp.data import prepare
+from megatron_csbp.data.train_tokenizer import MASK_TOKEN, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = "made-by-the-demo"
@@ -103,10 +104,11 @@ def prepare_data(output: Path, size: Size) -> list[str]:
     print("\nData: the longest sources of Python's standard library", flush=True)
     *documents, held_out = corpus.standard_library_documents(size.corpus_bytes)
     tokenizer = output / "tokenizer"
-    mask_token_id = corpus.build_tokenizer(documents, tokenizer, size.vocab_size)
-    print(f"  tokenizer: BPE of {size.vocab_size} tokens, {corpus.MASK} = {mask_token_id}: {tokenizer}", flush=True)
-    for name, texts in (("train", documents), ("valid", [held_out])):
-        arguments = ["--input", *map(str, texts), "--tokenizer", str(tokenizer), "--append-eod"]
+    texts = (document.read_text(encoding="utf-8") for document in documents)
+    num_tokens, mask_token_id = train_tokenizer(texts, tokenizer, size.vocab_size)
+    print(f"  tokenizer: BPE of {num_tokens} tokens, {MASK_TOKEN} = {mask_token_id}: {tokenizer}", flush=True)
+    for name, paths in (("train", documents), ("valid", [held_out])):
+        arguments = ["--input", *map(str, paths), "--tokenizer", str(tokenizer), "--append-eod"]
         arguments += ["--output-prefix", str(output / "data" / name)]
         (output / f"prepare-{name}.sh").write_text(
             f"{shlex.join([sys.executable, '-m', 'megatron_csbp.data.prepare', *arguments])}\n"

@@ -11,7 +11,7 @@ from argparse import Namespace
 
 from megatron_csbp.configuration.file_rules import check_folders, check_ledger, check_tokenizer_folder
 from megatron_csbp.configuration.model_rules import check_heads, check_recomputation, check_world_size
-from megatron_csbp.configuration.objective_flags import check_objective
+from megatron_csbp.configuration.objective_flags import check_objective, num_views
 from megatron_csbp.configuration.performance_arguments import check_head_groups, check_loss_chunk_rows
 from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 from megatron_csbp.transformer.geometry.scheme import length_error, required_multiple, resolve_scheme
@@ -115,7 +115,7 @@ def check_scheme(args: Namespace) -> None:
 
 def check_views(args: Namespace) -> None:
     """V >= 1."""
-    if args.corrupted_views < 1:
+    if args.corrupted_views is not None and args.corrupted_views < 1:
         raise ValueError(
             f"--corrupted-views {args.corrupted_views} must be at least 1 copy of a sample; 1 is the default."
         )
@@ -151,7 +151,7 @@ def check_sequence_parallel_rows(args: Namespace) -> None:
     group_size = max(args.context_parallel_size, args.block_parallel_size)
     replicated = args.context_parallel_size == 1 and args.block_parallel_size > 1
     chunks = args.seq_length // group_size
-    rows = args.corrupted_views * chunks + (args.seq_length if replicated else chunks)
+    rows = num_views(args) * chunks + (args.seq_length if replicated else chunks)
     if rows % args.tensor_model_parallel_size:
         multiple = group_size * args.tensor_model_parallel_size * args.diffusion_block_size * 2
         raise ValueError(

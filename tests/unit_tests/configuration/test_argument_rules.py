@@ -360,6 +360,8 @@ ASKED_FOR = {
     "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
     "logits_load_dir": "--logits-load-dir logits",
     "attention_backend": "--attention-backend local",
+    "ddp_average_in_collective": "--ddp-average-in-collective",
+    "init_model_with_meta_device": "--init-model-with-meta-device",
 }
 NO_FLAG_IN_MEGATRON_0_19 = {
     "fp8_dot_product_attention": True,
