@@ -21,7 +21,7 @@ from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme, Sharding, resolve_scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, WindowAnchor
 
-BACKENDS = ("auto", "transformer_engine", "torch", "flex")
+BACKENDS = ("auto", "transformer_engine", "torch", "flex", "hybrid")
 DEVICES = ("auto", "cpu", "cuda")
 
 type _Group = ArgumentParser | argparse._ArgumentGroup
@@ -93,8 +93,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         choices=BACKENDS,
         default="auto",
         help="Kernels of the block-diffusion attention. auto is torch on a CPU; on CUDA it is transformer_engine "
-        "where that is installed and --attention-backend leaves its fused attention on, and else torch. The start "
-        "summary says which. The choice is tested before the first step.",
+        "where that is installed and --attention-backend leaves its fused attention on, and else torch; in short "
+        "sequences hybrid, which is flex for local keys and one of these for gathered ones. The start summary says "
+        "which, and why. The choice is tested before the first step.",
     )
     add_performance_arguments(group)
     add_device_argument(group)
@@ -154,8 +155,10 @@ def _add_measuring_arguments(group: _Group) -> None:
         "--csbp-timing",
         action="store_true",
         help="Log at every --log-interval how long computation stood still for the attention's collectives (timer "
-        "csbp-exposed-communication, over all ranks, also in TensorBoard) and clean tokens per second. On CUDA the "
-        "host then waits for the device once in an iteration.",
+        "csbp-exposed-communication, over all ranks, also in TensorBoard) and clean tokens per second, which "
+        "--log-throughput logs too. On CUDA the host then waits for the device once in an iteration, and with "
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 timing events may hold up what they time; megatron_csbp.tools.exposed_time "
+        "takes the figure from a profiler's trace.",
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megatron_csbp.reporting.attention_model import Heads, tile_report
 from megatron_csbp.tools.flops import ModelShape, assignment_speedup, attention_work
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout
@@ -207,7 +208,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="Start every exchange on empty tensors, and compare its bytes with the plan.",
     )
+    parser.add_argument(
+        "--tiles",
+        action="store_true",
+        help="In place of the table: what each tile of one layer would cost on an H200, modelled.",
+    )
     options = parser.parse_args(argv)
+    if options.tiles:
+        _print_tiles(options)
+        return
     if min(options.bp_size) < 2:
         parser.error(f"--bp-size {min(options.bp_size)} must be at least 2; one rank exchanges nothing.")
     if options.json and (Path(options.json).is_dir() or not Path(options.json).resolve().parent.is_dir()):
@@ -228,6 +237,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             json.dump([asdict(row) for row in rows], file, indent=1)
     if options.dry_run:
         _compare_with_dry_run(rows, options.diffusion_block_size, CleanAttention(options.clean_attention))
+
+
+def _print_tiles(options: argparse.Namespace) -> None:
+    """Print the modelled cost of every tile of the last rank, for the first of the models."""
+    shape = MODELS[options.model[0]]
+    heads = Heads(
+        num_query_heads=shape.num_query_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+    )
+    clean_attention = CleanAttention(options.clean_attention)
+    for size in options.bp_size:
+        for length in options.seq_length:
+            print(f"{options.model[0]}, L = {length}, P = {size}, one layer of the last rank; modelled, not measured")
+            print("\n".join(tile_report(length, size, options.diffusion_block_size, clean_attention, heads)))
 
 
 def _compare_with_dry_run(rows: Sequence[PlanRow], block_size: int, clean_attention: CleanAttention) -> None:

@@ -202,6 +202,7 @@ class CSBPCoreAttention(MegatronModule):
                 query_SBND.dtype,
                 HeadShape(query_SBND.shape[2], key_SBKD.shape[2], query_SBND.shape[3]),
                 self.config.attention_backend.name,
+                plan.rows.static_chunk_length,
             ),
             scale=self._softmax_scale,
             exchange=self._exchange,
