@@ -8,7 +8,7 @@ Shapes: S local rows, B micro-batch, H hidden size, R rows with loss of all sequ
 V vocabulary on this tensor-parallel rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,10 +43,8 @@ class LossRowSelection:
 
     def to(self, device: torch.device) -> "LossRowSelection":
         """Return the selection on a device, without waiting for it."""
-        moved = (
-            t.to(device, non_blocking=True) for t in (self.rows_R, self.targets_R, self.weights_R, self.corrupted_R)
-        )
-        return LossRowSelection(*moved, is_empty=self.is_empty)
+        names = ("rows_R", "targets_R", "weights_R", "corrupted_R")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
 def select_loss_rows(targets_BS: Tensor, weights_BS: Tensor, is_corrupted_S: Tensor) -> LossRowSelection:

@@ -191,7 +191,9 @@ def format_rows(rows: Sequence[PlanRow]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table that the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_csbp.tools.plan_report", description=__doc__.split("\n\n")[1])
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_csbp.tools.plan_report", description=__doc__.split("\n\n")[1]
+    )
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS), help="Default: all.")
     parser.add_argument(
         "--seq-length", nargs="+", type=int, default=[2**power for power in range(16, 21)], help="Default: 64K to 1M."

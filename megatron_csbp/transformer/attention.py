@@ -153,17 +153,23 @@ def attention_forward(
         torch.empty(query_SBND.shape, dtype=dtype, device=query_SBND.device),
         torch.empty(query_SBND.shape[:3], dtype=dtype, device=query_SBND.device),
     )
+    final_SBND = None if dtype == query_SBND.dtype else torch.empty_like(merged.out, dtype=query_SBND.dtype)
     executor.forward_local(plan, query_SBND, local, merged)
     for heads in groups:
         assert gathers is not None
         gathered = gathers.wait()
+        group_final = None if final_SBND is None else final_SBND[:, :, heads.queries]
         for tile in plan.gathered_tiles:
-            executor.forward(tile, query_SBND[:, :, heads.queries], gathered, merged.heads(heads.queries))
+            executor.forward(tile, query_SBND[:, :, heads.queries], gathered, merged.heads(heads.queries), group_final)
         gathers.finish()
         if kept is not None:
             kept.append(gathered)
         del gathered  # before the gather after the next starts: two groups' keys at most
-    return Merged(merged.out.to(query_SBND.dtype), merged.lse)
+    if final_SBND is None:
+        return merged
+    for start, stop in plan.unfinished:
+        final_SBND[start:stop] = merged.out[start:stop]
+    return Merged(final_SBND, merged.lse)
 
 
 def attention_backward(

@@ -202,7 +202,7 @@ class ContextGroupExchange:
             arrived = out
             if transfer.arrival is not None:
                 arrived = out.index_select(0, on_device(transfer.arrival, out.device))
-            return list(arrived.split([tensor.shape[2] for tensor in tensors_SBKD], dim=2))
+            return list(torch.split(arrived, [tensor.shape[2] for tensor in tensors_SBKD], dim=2))
 
         return self._all_to_all(out, given, transfer.receive_counts, transfer.send_counts, finish)
 
@@ -219,12 +219,11 @@ class ContextGroupExchange:
 
         def finish() -> None:
             rows = on_device(send_rows, out.device)
-            shares = out.split([payload.shape[2] for payload in payloads_RBKD], dim=2)
+            shares = torch.split(out, [payload.shape[2] for payload in payloads_RBKD], dim=2)
+            counts = list(transfer.send_counts)
             # Rank by rank: two ranks may return gradients of the same row, one never returns it twice.
             for total_SBKD, share in zip(totals_SBKD, shares, strict=True):
-                for some_rows, part in zip(
-                    rows.split(list(transfer.send_counts)), share.split(list(transfer.send_counts)), strict=True
-                ):
+                for some_rows, part in zip(torch.split(rows, counts), torch.split(share, counts), strict=True):
                     if some_rows.shape[0]:
                         total_SBKD.index_add_(0, some_rows, part.to(total_SBKD.dtype))
 

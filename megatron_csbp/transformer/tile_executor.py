@@ -78,7 +78,9 @@ class TileExecutor:
     kernel: AttentionKernel
     scale: float
 
-    def forward(self, tile: Tile, query_SBND: Tensor, keys: KeyValue, merged: Merged) -> None:
+    def forward(
+        self, tile: Tile, query_SBND: Tensor, keys: KeyValue, merged: Merged, final_SBND: Tensor | None = None
+    ) -> None:
         """Compute one tile and merge it into the accumulated results, in place.
 
         Args:
@@ -86,6 +88,7 @@ class TileExecutor:
             query_SBND: this rank's queries, [S, B, N, D].
             keys: keys and values of the tile's key source.
             merged: accumulated results, in the accumulation dtype.
+            final_SBND: takes the output of rows that this tile writes last, in its own dtype; None if `merged` does.
         """
         shape = _ProblemShape(tile, query_SBND.shape[2], keys.key.shape[2])
         with annotate("forward", tile.kind):
@@ -98,7 +101,12 @@ class TileExecutor:
             )
         with annotate("merge", tile.kind):
             partial_out, partial_lse = shape.unfolded(partial_out_GTND), shape.unfolded(partial_lse_GTN)
-            _update(merged, tile.query, partial_out, partial_lse, first=tile.writes_first)
+            if tile.writes_last and final_SBND is not None:
+                views = (_run_view(tensor, tile.query) for tensor in (*merged, final_SBND))
+                out, lse, final = views
+                merge_partial(out, lse, partial_out.reshape(out.shape), partial_lse.reshape(lse.shape), final)
+            else:
+                _update(merged, tile.query, partial_out, partial_lse, first=tile.writes_first)
 
     def forward_local(self, plan: AttentionPlan, query_SBND: Tensor, local: KeyValue, merged: Merged) -> None:
         """Compute all local tiles into the accumulated results, in place: in one call if the kernel can.
@@ -189,7 +197,7 @@ class _ProblemShape:
         rows_GTN = self.in_order(_problems(tensor_SBN, self._tile.query))
         if not self._folds:
             return rows_GTN
-        return rows_GTN.unflatten(2, (-1, self._ratio)).transpose(2, 3).flatten(1, 2)
+        return _split(rows_GTN, 2, self._ratio).transpose(2, 3).flatten(1, 2)
 
     def keys(self, tensor_UBK: Tensor) -> Tensor:
         """Return key rows [U, B, K, ...] as problems [G, U, K, ...]."""
@@ -198,7 +206,7 @@ class _ProblemShape:
     def unfolded(self, result_GTN: Tensor) -> Tensor:
         """Return a kernel's results by query row as [G, T, N, ...] in the order of rows."""
         if self._folds:
-            result_GTN = result_GTN.unflatten(1, (-1, self._ratio)).transpose(2, 3).flatten(2, 3)
+            result_GTN = _split(result_GTN, 1, self._ratio).transpose(2, 3).flatten(2, 3)
         return self.in_order(result_GTN)
 
     def in_order(self, rows_GT: Tensor) -> Tensor:
@@ -240,8 +248,7 @@ def _with_rows(
     change: Callable[[int, Tensor, Tensor], Tensor], tensor_UB: Tensor, pattern: RowPattern, values_GT: Tensor
 ) -> None:
     """Call `change(0, rows, values)` with a pattern's listed rows and problems [G, T, ...] for them."""
-    problems = pattern.num_problems
-    by_row = values_GT.unflatten(0, (problems, -1)).transpose(1, 2).flatten(0, 1)
+    by_row = _split(values_GT, 0, values_GT.shape[0] // pattern.num_problems).transpose(1, 2).flatten(0, 1)
     change(0, _listed_rows(tensor_UB, pattern), by_row.to(tensor_UB.dtype))
 
 
@@ -269,7 +276,13 @@ def _problems(tensor_UB: Tensor, pattern: RowPattern) -> Tensor:
     """
     if pattern.starts is not None:
         rows = tensor_UB.index_select(0, _listed_rows(tensor_UB, pattern))
-        return rows.unflatten(0, (pattern.num_problems, -1)).transpose(1, 2).flatten(0, 1)
+        return _split(rows, 0, pattern.num_rows).transpose(1, 2).flatten(0, 1)
     view = _run_view(tensor_UB, pattern)
     runs, segments = len(pattern.repeats), len(pattern.segments)
     return view.flatten(runs + 1, runs + 1 + segments).flatten(0, runs)
+
+
+def _split(tensor: Tensor, dim: int, inner: int) -> Tensor:
+    """Return a dim as two, of which the inner one has this size."""
+    shape = tensor.shape
+    return tensor.reshape(*shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :])

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_csbp.transformer.geometry.sample import IntArray, Sample
-from megatron_csbp.transformer.geometry.scheme import Sharding
+from megatron_csbp.transformer.geometry.scheme import CLEAN, Sharding
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, visibility
 
 _TOLERANCE = 0.05
-_MOST_EXCHANGES = 200
+_MOST_EXCHANGES = 64
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -59,8 +59,9 @@ def _pairs_of_blocks(sample: Sample) -> FloatArray:
 def _clean_pairs_of_blocks(sample: Sample) -> FloatArray:
     """Return about as many pairs as each block's clean rows have, float64 [B]."""
     starts = np.arange(sample.num_blocks) * sample.block_size
-    seen = visibility(sample, starts, np.full_like(starts, -1), Mask(CleanAttention.TOKEN_CAUSAL))
-    return (seen.hi - seen.lo + sample.block_size / 2) * sample.block_size * (seen.hi > seen.lo)
+    seen = visibility(sample, starts, np.full_like(starts, CLEAN), Mask(CleanAttention.TOKEN_CAUSAL))
+    mean = (seen.hi - seen.lo).astype(np.float64) + sample.block_size / 2
+    return np.where(seen.hi > seen.lo, mean * sample.block_size, 0.0)
 
 
 def _within_quotas(home: IntArray, pairs: FloatArray, clean: FloatArray, group_size: int) -> IntArray:

@@ -34,6 +34,7 @@ class AttentionPlan:
         clean: what is exchanged of the clean copy.
         corrupted: what the CP baseline exchanges of the corrupted copies.
         unwritten: rows that no tile writes first, as runs: they see nothing, or are merged into what is empty.
+        unfinished: rows that no tile is known to write last, as runs.
     """
 
     rows: RankRows
@@ -44,6 +45,7 @@ class AttentionPlan:
     clean: Transfer
     corrupted: Transfer
     unwritten: tuple[Interval, ...]
+    unfinished: tuple[Interval, ...]
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
@@ -113,6 +115,7 @@ def plan_attention(rows: RankRows, mask: Mask, *, clean_queries: bool = True) ->
                 covered.append((run.row, run.row + run.stop - run.start))
     local = make_tiles(piece for piece in pieces if piece.source is KeySource.LOCAL)
     gathered = make_tiles(piece for piece in pieces if piece.source is KeySource.GATHERED)
+    gathered, finished = _with_last_writers(gathered)
     return AttentionPlan(
         rows,
         mask,
@@ -121,8 +124,27 @@ def plan_attention(rows: RankRows, mask: Mask, *, clean_queries: bool = True) ->
         gathered,
         clean_transfer(needs),
         corrupted_transfer(needs),
-        _gaps(covered, rows.num_rows),
+        unwritten=_gaps(covered, rows.num_rows),
+        unfinished=_gaps(finished, rows.num_rows),
     )
+
+
+def _with_last_writers(tiles: tuple[Tile, ...]) -> tuple[tuple[Tile, ...], list[Interval]]:
+    """Mark the tiles that are the last of their rows, and return them with those rows; only tiles of one run count."""
+    marked: list[Tile] = []
+    finished: list[Interval] = []
+    for tile in reversed(tiles):
+        pattern = tile.query
+        start, stop = pattern.start, pattern.start + pattern.length
+        if pattern.starts is not None or pattern.repeats or pattern.segments:
+            return tiles, []  # rows here and there: not worth the search
+        last = all(stop <= other_start or other_stop <= start for other_start, other_stop in finished)
+        if last:
+            finished.append((start, stop))
+        elif not any(start >= other_start and stop <= other_stop for other_start, other_stop in finished):
+            return tiles, []
+        marked.append(replace(tile, writes_last=last))
+    return tuple(reversed(marked)), finished
 
 
 def _gaps(covered: list[Interval], num_rows: int) -> tuple[Interval, ...]:

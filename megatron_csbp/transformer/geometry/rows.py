@@ -139,12 +139,14 @@ class RankRows:
         if len(self.sample.documents) == 1 and self.sample.documents[0, 0] == 0:
             return self.sample_positions
         document = np.maximum(self.sample.document_of(self.sample_positions), 0)
-        return np.maximum(self.sample_positions - self.sample.documents[document, 0], 0)
+        positions: IntArray = np.maximum(self.sample_positions - self.sample.documents[document, 0], 0)
+        return positions
 
     @cached_property
     def document_stops(self) -> IntArray:
         """First position behind the document of every local row, int64 [S]; rows from there on are padding."""
-        return self.sample.documents[np.maximum(self.sample.document_of(self.sample_positions), 0), 1]
+        stops: IntArray = self.sample.documents[np.maximum(self.sample.document_of(self.sample_positions), 0), 1]
+        return stops
 
     @cached_property
     def copies(self) -> IntArray:
@@ -154,12 +156,14 @@ class RankRows:
     @cached_property
     def is_corrupted(self) -> BoolArray:
         """Whether a local row belongs to a corrupted copy, bool [S]."""
-        return self.copies != CLEAN
+        corrupted: BoolArray = self.copies != CLEAN
+        return corrupted
 
     @cached_property
     def is_counted(self) -> BoolArray:
         """Whether a loss on a local row counts here, bool [S]: every row of a copy counts on exactly one rank."""
-        return self.is_corrupted | np.isin(self.sample_positions // self.chunk_length, self.chunks)
+        counted: BoolArray = self.is_corrupted | np.isin(self.sample_positions // self.chunk_length, self.chunks)
+        return counted
 
     def row_of(self, copy: int, position: int) -> int:
         """Return the local row of a position of a copy.

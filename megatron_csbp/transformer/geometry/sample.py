@@ -99,7 +99,8 @@ class Sample:
     @cached_property
     def _in_document(self) -> BoolArray:
         starts = np.arange(self.num_blocks) * self.block_size
-        return starts < self.documents[np.maximum(self.document_of(starts), 0), 1]
+        inside: BoolArray = starts < self.documents[np.maximum(self.document_of(starts), 0), 1]
+        return inside & (self.document_of(starts) >= 0)
 
     @cached_property
     def active_blocks(self) -> BoolArray:

@@ -99,6 +99,7 @@ class Tile:
         mask: shape of the mask.
         writes_first: whether no earlier tile has results of these query rows.
         meets_corrupted_keys: whether keys of corrupted rows are among its keys.
+        writes_last: whether no later tile has results of these query rows; known for tiles with gathered keys only.
     """
 
     query: RowPattern
@@ -107,6 +108,7 @@ class Tile:
     mask: MaskKind = MaskKind.FULL
     writes_first: bool = False
     meets_corrupted_keys: bool = False
+    writes_last: bool = False
 
     @property
     def kind(self) -> str:

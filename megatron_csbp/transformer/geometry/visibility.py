@@ -167,4 +167,5 @@ def dense_mask(
     position, copy = keys
     clean = (copy == CLEAN) & (position >= seen.lo[:, None]) & (position < seen.hi[:, None])
     own = (position >= seen.own_start[:, None]) & (position < seen.own_stop[:, None])
-    return clean | (own & (copy == queries[1][:, None]) & (copy != CLEAN))
+    seen_by: BoolArray = clean | (own & (copy == queries[1][:, None]) & (copy != CLEAN))
+    return seen_by

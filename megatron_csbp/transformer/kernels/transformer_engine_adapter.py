@@ -105,7 +105,7 @@ class FusedAttention:
             scale: as for `forward`.
         """
         _, arguments = self._arguments(describe(query, key, value, tensor_format, causal, scale))
-        tensors = {"q": query, "k": key, "v": value, "o": out, "d_o": grad_out}
+        tensors: dict[str, Any] = {"q": query, "k": key, "v": value, "o": out, "d_o": grad_out}
         tensors["aux_ctx_tensors"] = [lse_GNT1, _rng_state(query.device)]
         grads = self._symbols.fused_attn_bwd(**arguments, **tensors)
         return grads[0], grads[1], grads[2]

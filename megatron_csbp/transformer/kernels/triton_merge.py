@@ -23,7 +23,7 @@ _SIZES = [f"size{dim}" for dim in range(1, _MOST_DIMS)]
 
 
 # Sizes and strides are no part of what is compiled: one kernel for all tiles of a run.
-@triton.jit(do_not_specialize=["num_rows", *_SIZES, *_STRIDES])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows", *_SIZES, *_STRIDES])
 def merge_kernel(
     out, lse, partial_out, partial_lse, final, num_rows, size1, size2, size3, size4,
     a0, a1, a2, a3, a4, b0, b1, b2, b3, b4, c0, c1, c2, c3, c4, d0, d1, d2, d3, d4, e0, e1, e2, e3, e4,

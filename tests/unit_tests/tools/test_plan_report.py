@@ -8,7 +8,15 @@ import pytest
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.layout import Scheme
 
-from megatron_csbp.tools.plan_report import EXCHANGES, MODELS, exchanged_bytes, main, plan_row, plan_rows, sequence_layout
+from megatron_csbp.tools.plan_report import (
+    EXCHANGES,
+    MODELS,
+    exchanged_bytes,
+    main,
+    plan_row,
+    plan_rows,
+    sequence_layout,
+)
 from megatron_csbp.tools.attention_step import exchanged_by_layer
 
 TOKEN_CAUSAL = CleanAttention.TOKEN_CAUSAL

@@ -43,7 +43,15 @@ def one_thread() -> Iterator[None]:
 
 
 def test_the_whole_script_runs_on_a_cpu_with_its_table_last(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_csbp.tools.gpu_check", "--device", "cpu", "--json", str(tmp_path / "found")]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_csbp.tools.gpu_check",
+        "--device",
+        "cpu",
+        "--json",
+        str(tmp_path / "found"),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240, check=False
