@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_csbp.transformer.layout import Scheme
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from torch import Tensor
 
 from megatron_csbp.transformer.corrupted_rows import among_all_rows, corrupted_rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_csbp.transformer.layout import Scheme
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from torch import Tensor
 
 from megatron_csbp.transformer import streams

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from megatron_csbp.transformer.layout import Scheme
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from torch import Tensor
 
 from megatron_csbp.transformer import streams

@@ -205,5 +205,5 @@ def test_a_whole_group_is_exact(scheme: Scheme, uncompiled: None, simulated_coll
     case = Case(scheme=scheme, group_size=2, micro_batch_size=2)
     given = case.problem()
     got = attend_on_group(case, given, kernel=FlexOnCpu())
-    errors = got.max_errors(dense_attention(given, case.block_size, case.clean_attention))
+    errors = got.max_errors(case.dense(given))
     assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}

@@ -86,7 +86,7 @@ def facts_of(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
     result = add_results([Result(*tensors) for tensors in zip(*shares, strict=True)])
     errors = None
     if rank == 0:
-        errors = result.max_errors(dense_attention(problem, case.block_size, case.clean_attention))
+        errors = result.max_errors(case.dense(problem))
     return {
         "errors": errors,
         "group_rank": rank,

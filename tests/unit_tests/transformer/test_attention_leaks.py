@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from megatron_csbp.transformer.layout import Scheme
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from torch import Tensor
 
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
