@@ -9,8 +9,11 @@ from pathlib import Path
 from sizes import BLOCK_SIZE, NUM_RANKS, Size, TrafficCase
 from training import DemoError, RunRecord
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
+from megatron_csbp.transformer.geometry.layer_plans import layer_plans
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
+from megatron_csbp.transformer.geometry.transfers import row_bytes
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
 
 LOSS_TOLERANCE = 2e-6
 """Largest relative difference of two losses that still counts as parity; the log has 7 digits of them."""
@@ -81,27 +84,22 @@ class Traffic:
         if not trained:
             raise DemoError(f"{ledger} has no line of a training iteration.")
         measured = trained[0]["remote_bytes"] // (size.layers * size.micro_batches)
-        layout = SequenceLayout(
-            sequence_length=size.sequence_length, block_size=BLOCK_SIZE, group_size=NUM_RANKS, scheme=_SCHEMES[scheme]
-        )
-        return cls(bytes_per_layer(layout, size.key_value_heads, size.head_dim, FP32_BYTES), measured)
+        sample, sharding = Sample(size.sequence_length, BLOCK_SIZE), Sharding(NUM_RANKS, _SCHEMES[scheme])
+        per_row = row_bytes(size.key_value_heads, size.head_dim, FP32_BYTES)
+        return cls(bytes_per_layer(sample, sharding, per_row), measured)
 
 
-def bytes_per_layer(layout: SequenceLayout, key_value_heads: int, head_dim: int, itemsize: int) -> int:
-    """Return the plan's closed form of what a layer brings one rank, in forward and backward, for one sequence."""
-    plan = AttentionPlan(layout, CleanAttention.BLOCK_CAUSAL)
-    return PASSES * sum(plan.remote_bytes(stream, key_value_heads, head_dim, itemsize) for stream in Stream)
+def bytes_per_layer(sample: Sample, sharding: Sharding, bytes_per_row: int) -> int:
+    """Return the plan's closed form of what a layer brings rank 0, in forward and backward, for one sequence."""
+    plan = layer_plans(sample, sharding, 0).plan(Mask(CleanAttention.BLOCK_CAUSAL))
+    return PASSES * sum(transfer.gather_bytes(bytes_per_row) for _, transfer in plan.transfers)
 
 
 def case_bytes(case: TrafficCase, scheme: str) -> int:
     """Return the closed form for all layers of a case."""
-    layout = SequenceLayout(
-        sequence_length=case.sequence_length,
-        block_size=case.block_size,
-        group_size=case.num_ranks,
-        scheme=_SCHEMES[scheme],
-    )
-    return case.layers * bytes_per_layer(layout, case.key_value_heads, case.head_dim, case.itemsize)
+    sample, sharding = Sample(case.sequence_length, case.block_size), Sharding(case.num_ranks, _SCHEMES[scheme])
+    per_row = row_bytes(case.key_value_heads, case.head_dim, case.itemsize)
+    return case.layers * bytes_per_layer(sample, sharding, per_row)
 
 
 def mean_of_ends(losses: Sequence[float]) -> tuple[float, float]:

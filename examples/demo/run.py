@@ -138,6 +138,8 @@ def train_scheme(scheme: str, num_ranks: int, size: Size, flags: list[str], outp
         arguments += ["--full-validation", "--multiple-validation-sets"]
     else:
         iterations = size.parity_iterations
+        if scheme == "CP":
+            arguments += ["--context-scheme", "cp"]
         arguments += ["--exit-interval", str(iterations), "--eval-iters", "0"]
     arguments += ["--eval-interval", str(size.evaluate_every)]
     name = f"Training, {scheme}" if scheme == "CSBP" else f"The first iterations again, {scheme}"
