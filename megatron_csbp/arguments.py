@@ -16,7 +16,7 @@ from megatron_csbp.configuration.objective_flags import fill_objective_defaults
 from megatron_csbp.configuration.performance_arguments import add_performance_arguments
 from megatron_csbp.objectives import OBJECTIVES
 from megatron_csbp.objectives.noise_schedules import NOISE_SCHEDULES
-from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, layer_plans
+from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, PlanKey, layer_plans
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme, Sharding, resolve_scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, WindowAnchor
@@ -270,6 +270,18 @@ def masks(args: Namespace) -> tuple[Mask, ...]:
 def layer_mask(args: Namespace, window: int | None) -> Mask:
     """Return the mask of layers with a window, or of those without."""
     return Mask(CleanAttention(args.clean_attention), window, WindowAnchor(args.window_anchor))
+
+
+def plan_keys(args: Namespace) -> tuple[PlanKey, ...]:
+    """Return what the model's layers ask a sample's plans for, in training and in evaluation.
+
+    Args:
+        args: arguments with `csbp_whole_last_layer` set.
+    """
+    keys = dict.fromkeys((mask, True) for mask in masks(args))
+    if args.csbp_whole_last_layer is None:
+        keys[layer_mask(args, megatron_compat.layer_window(args, args.num_layers)), False] = None
+    return tuple(keys)
 
 
 class _Changes:

@@ -17,7 +17,7 @@ import torch
 from megatron.training.argument_utils import gpt_config_from_args
 
 from megatron_csbp import arguments, megatron_compat, megatron_start
-from megatron_csbp.configuration.argument_rules import check_vocabulary
+from megatron_csbp.configuration.argument_rules import check_own_geometries, check_vocabulary
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import check_files, check_start, use_checkpoint_length
 from megatron_csbp.configuration.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
@@ -35,7 +35,7 @@ from megatron_csbp.configuration.runtime_arguments import adapt_to_runtime
 from megatron_csbp.configuration.training_rules import check_training
 from megatron_csbp.configuration.weight_rules import check_weights
 from megatron_csbp.cpu_runtime import RuntimeInfo
-from megatron_csbp.data.datasets import build_train_valid_test_datasets
+from megatron_csbp.data.datasets import SampleOf, build_train_valid_test_datasets
 from megatron_csbp.data.full_validation import correct_full_validation_now
 from megatron_csbp.data.validation import validate_data_files
 from megatron_csbp.errors import say_errors_in_one_line, user_errors
@@ -102,6 +102,10 @@ def parse_and_validate_args(
 
     def after(args: Namespace) -> None:
         changes.extend(arguments.prepare_after_validation(args))
+        if arguments.is_block_diffusion(args) and sample_of_from_args(args) is not None:
+            check_own_geometries(args)
+            # Stages tell one another the rows of each micro-batch, since no two need have as many.
+            args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
 
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
@@ -161,8 +165,19 @@ def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
     return config
 
 
+def sample_of_from_args(args: Namespace) -> SampleOf | None:
+    """Return the geometry of single samples; None: all have that of the flags.
+
+    Megatron's datasets cut whole samples of one document. Whoever brings data of another kind (documents with edges,
+    few active blocks) puts a function of its own here before the entry runs.
+    """
+    return None
+
+
 def datasets_provider(args: Namespace) -> Callable[..., Any]:
     """Return the `train_valid_test_dataset_provider` that yields the rows of this rank."""
+    sample_of = sample_of_from_args(args)
+    on_every_stage = args.full_validation or sample_of is not None
 
     def provide(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
         return build_train_valid_test_datasets(
@@ -171,7 +186,9 @@ def datasets_provider(args: Namespace) -> Callable[..., Any]:
             arguments.static_plans(args, megatron_compat.context_parallel_rank()),
             objective_from_args(args),
             vp_stage=vp_stage,
-            is_built=partial(megatron_compat.rank_loads_data, vp_stage, on_every_stage=args.full_validation),
+            is_built=partial(megatron_compat.rank_loads_data, vp_stage, on_every_stage=on_every_stage),
+            sample_of=sample_of,
+            plan_keys=arguments.plan_keys(args),
         )
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # Megatron then builds the datasets on every rank
