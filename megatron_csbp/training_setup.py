@@ -13,7 +13,7 @@ from typing import Any
 # Bound here, before `launch` rebinds the name in its module.
 from megatron.training.argument_utils import gpt_config_from_args
 
-from megatron_csbp import arguments, megatron_compat, megatron_start
+from megatron_csbp import arguments, check_mode, megatron_checkpoints, megatron_compat, megatron_start
 from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import check_files, check_start, use_checkpoint_length
@@ -33,7 +33,7 @@ from megatron_csbp.configuration.weight_rules import check_weights
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.data.datasets import build_train_valid_test_datasets
 from megatron_csbp.data.validation import validate_data_files
-from megatron_csbp.errors import say_errors_in_one_line, user_errors
+from megatron_csbp.errors import failure_in_words, say_errors_in_one_line, user_errors
 from megatron_csbp.forward_step import BlockDiffusionForwardStep
 from megatron_csbp.model import BlockDiffusionModelConfig
 from megatron_csbp.reporting.instruments import instruments_from_args
@@ -82,9 +82,12 @@ def parse_and_validate_args(
             )
         if args.use_checkpoint_args and "--seq-length" not in given:
             use_checkpoint_length(args)
-        changes.extend(adapt_to_runtime(args, runtime))
+        changes.extend(adapt_to_runtime(args, runtime, is_dry_run(args)))
         changes.extend(arguments.prepare_before_validation(args, frozenset(given)))
         check_training(args)
+        check_output_folders(args, makes_them=not is_dry_run(args))
+        if is_dry_run(args):
+            check_mode.leave_reporting_out(args)
 
     def after(args: Namespace) -> None:
         changes.extend(arguments.prepare_after_validation(args))
@@ -98,23 +101,41 @@ def parse_and_validate_args(
         args.csbp_whole_last_layer = why_last_layer_is_whole(args, objective_from_args(args).loss_on_clean_rows)
         validate_data_files(args)
         correct_distributed_optimizer_now()
+        megatron_checkpoints.save_clean_length()
     start = check_start(args, FlagNames(parsers[-1]))
-    take_output_folders(args)
+    keep_others_out(args)
     print_start_summary(args, runtime, changes, start)
     return args
 
 
-def take_output_folders(args: Namespace) -> None:
-    """Try every folder that the run writes into, and keep other runs out of the one with its checkpoints.
+def keep_others_out(args: Namespace) -> None:
+    """Keep other runs out of the folder that this one saves into.
 
     Raises:
-        ValueError: a folder cannot be written into, or another run saves there.
+        ValueError: another run saves there.
     """
-    check_output_folders(args)
     if args.save is not None and "://" not in args.save and not args.skip_train:
         check_lock(args.save)
-        if args.rank == 0:
+        if args.rank == 0 and not is_dry_run(args):
             hold_lock(args.save)
+
+
+def is_dry_run(args: Namespace) -> bool:
+    """Return whether only checks are asked for."""
+    return args.csbp_dry_run is not None
+
+
+def end_dry_run(args: Namespace) -> None:
+    """Check, in a dry run, also Megatron's own configuration of the model, and stop.
+
+    Raises:
+        ValueError: Megatron refuses it.
+        SystemExit: with status 0; not in a run that is none.
+    """
+    if is_dry_run(args):
+        with failure_in_words("check of the model"):
+            model_config_from_args(args) if arguments.is_block_diffusion(args) else gpt_config_from_args(args)
+    check_mode.end(args)
 
 
 def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:

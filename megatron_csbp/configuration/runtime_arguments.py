@@ -67,12 +67,13 @@ _GPU_ONLY: tuple[tuple[str, Callable[[Namespace], object], str, str], ...] = (
 )
 
 
-def adapt_to_runtime(args: Namespace, runtime: RuntimeInfo) -> list[Change]:
+def adapt_to_runtime(args: Namespace, runtime: RuntimeInfo, is_dry_run: bool = False) -> list[Change]:
     """Change the arguments that name CUDA-only code, so that a cluster's launch script runs on a CPU.
 
     Args:
         args: parsed arguments; changed in place on the CPU runtime only.
         runtime: the device that was chosen.
+        is_dry_run: whether the run itself will have another device than this process, unless `--device` says so.
 
     Returns:
         What was changed, for the start summary.
@@ -82,6 +83,18 @@ def adapt_to_runtime(args: Namespace, runtime: RuntimeInfo) -> list[Change]:
     """
     if runtime.device != "cpu":
         return []
+    if not is_dry_run or args.device == "cpu":
+        _refuse_what_needs_a_gpu(args)
+    changes = []
+    for name, value, reason in _CPU_VALUES:
+        before = getattr(args, name, value)
+        if before != value:
+            changes.append(Change(name, before, value, f"CPU runtime: {reason}"))
+            setattr(args, name, value)
+    return changes
+
+
+def _refuse_what_needs_a_gpu(args: Namespace) -> None:
     for name, flag in (("fp8", "--fp8-format"), ("fp4", "--fp4-format")):
         if getattr(args, name, None):
             raise ValueError(
@@ -90,10 +103,3 @@ def adapt_to_runtime(args: Namespace, runtime: RuntimeInfo) -> list[Change]:
     for flag, is_on, reason, instead in _GPU_ONLY:
         if is_on(args):
             raise ValueError(f"{flag} is not possible on a CPU: {reason}; {instead}.")
-    changes = []
-    for name, value, reason in _CPU_VALUES:
-        before = getattr(args, name, value)
-        if before != value:
-            changes.append(Change(name, before, value, f"CPU runtime: {reason}"))
-            setattr(args, name, value)
-    return changes

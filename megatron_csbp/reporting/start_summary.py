@@ -45,7 +45,8 @@ def start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Chang
     lines = [f"---------------- megatron_csbp {_version('megatron-csbp')} ----------------"]
     lines.append(
         f"  versions: megatron-core {megatron_compat.megatron_version()}, torch {torch.__version__}, "
-        f"transformer-engine {_version('transformer-engine')}"
+        f"transformer-engine {_version('transformer-engine')}, apex {_version('apex')} (where both are not installed, "
+        "PyTorch's norms and optimizers stand in)"
     )
     lines.append(f"  device: {runtime.device} ({runtime.reason}); {runtime.threads} CPU threads per rank")
     lines.extend(f"    note: {note}" for note in runtime.notes)
@@ -75,7 +76,7 @@ def _start_lines(args: Namespace, start: Start) -> list[str]:
 def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
     layout = sequence_layout(args, rank=0)
     plan = AttentionPlan(layout, CleanAttention(args.clean_attention))
-    kernel = _tested_kernel(args, runtime)
+    kernel = "not tested" if args.csbp_dry_run is not None else _tested_kernel(args, runtime).name
     lines = [
         f"  scheme: {layout.scheme} over {layout.group_size} rank(s); tensor {args.tensor_model_parallel_size} x "
         f"pipeline {args.pipeline_model_parallel_size} x data {args.data_parallel_size}",
@@ -83,7 +84,7 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
         f"{args.noise_schedule} eps {args.noise_eps}, mask token {args.mask_token_id}",
         f"  sequence: {layout.sequence_length} clean tokens, {layout.num_blocks} blocks of {layout.block_size}, "
         f"{layout.num_chunks} chunks of {layout.chunk_length}; {layout.num_rows} rows per rank",
-        f"  attention backend: {kernel.name} (--csbp-attention-backend {args.csbp_attention_backend})",
+        f"  attention backend: {kernel} (--csbp-attention-backend {args.csbp_attention_backend})",
     ]
     blocks = layout.blocks_per_chunk
     for rank in range(min(layout.group_size, _MAX_RANKS_SHOWN)):
