@@ -45,7 +45,6 @@ def stand_in_for_launcher(argv: Sequence[str]) -> bool:
     if not ranks.isdigit() or int(ranks) < 1:
         raise ValueError(f"{FLAG} {ranks} must be the number of ranks of the job, at least 1; for example {FLAG} 16.")
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": ranks}
-    os.environ.pop("LOCAL_WORLD_SIZE", None)
     return True
 
 

@@ -105,6 +105,7 @@ def test_the_job_script_refuses_what_would_not_start_before_the_queue() -> None:
     run = dry_run(*model, *WITHOUT_DATA.split(), SLURM_NNODES="2")
     assert run.returncode == 2
     assert "needs a multiple of 32 ranks, and this job has 16" in run.stderr
+    assert "start it on 4 nodes of 8" in run.stderr
 
 
 def test_the_job_script_refuses_a_model_file_that_is_not_there() -> None:
