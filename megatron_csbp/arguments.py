@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from megatron_csbp import megatron_compat
+from megatron_csbp.check_mode import add_check_mode_argument
 from megatron_csbp.configuration.argument_rules import check_before_megatron
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.objective_flags import fill_objective_defaults
@@ -100,6 +101,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     _add_packing_arguments(group)
     add_performance_arguments(group)
     add_device_argument(group)
+    add_check_mode_argument(group)
     _add_measuring_arguments(group)
     return parser
 

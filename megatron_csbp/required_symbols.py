@@ -106,6 +106,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("megatron.training.global_vars.get_tokenizer", "", "the mask token"),
     ("megatron.core.parallel_state.get_pipeline_model_parallel_rank", "", "weights at the start"),
     ("megatron.core.parallel_state.get_data_parallel_rank", "", "weights at the start"),
+    ("megatron.training.checkpointing.generate_state_dict", "args", "the sequence length in a checkpoint"),
     ("megatron.training.checkpointing.load_args_from_checkpoint", "args load_arg", "--use-checkpoint-args"),
     ("megatron.core.dist_checkpointing.check_is_distributed_checkpoint", "checkpoint_dir", "the check on resuming"),
     ("megatron.core.dist_checkpointing.load_common_state_dict", "checkpoint_dir", "the check on resuming"),

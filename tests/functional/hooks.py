@@ -137,3 +137,9 @@ def forget_the_saved_biases() -> None:
         return state
 
     megatron_checkpoints.common_state = forgetful
+
+
+def forget_the_launcher() -> None:
+    """Leave what torchrun would not have set."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)

@@ -265,6 +265,14 @@ def test_refuses_fewer_ranks_than_the_sizes_need() -> None:
     check_before_megatron(args, given)
 
 
+def test_ranks_on_several_nodes_are_counted_in_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, given = parse(f"{VALID} --bp-size 4 --context-parallel-size 4 --tensor-model-parallel-size 8")
+    args.world_size = 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match=r"has 16 .*start it on 4 nodes of 8, for example: torchrun --nnodes 4\."):
+        check_before_megatron(args, given)
+
+
 def test_refuses_a_missing_mask_id() -> None:
     message = refusal("", "--seq-length 64 --diffusion-block-size 8")
     assert message.startswith("--mask-token-id is not given")
