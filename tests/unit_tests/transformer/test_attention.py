@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme
 from torch import Tensor
 
 from megatron_csbp.transformer.attention import block_diffusion_attention
+from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group, attend_on_rank
-from tests.support.dense_oracle import Problem, Result, dense_attention
+from tests.support.dense_oracle import Problem, Result
 from tests.support.simulated_group import SimulatedCollectives
 
 TOLERANCE = 1e-12

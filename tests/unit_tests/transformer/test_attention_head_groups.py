@@ -96,7 +96,7 @@ class Watcher:
         self.most_gathered = max(self.most_gathered, sum(ref() is not None for ref in self.gathered))
         self.most_gradients = max(self.most_gradients, sum(ref() is not None for ref in self.gradients))
 
-    def start_gather(self, tensors: list[Tensor], layout: SequenceLayout, stream: Stream) -> PendingWork[list[Tensor]]:
+    def start_gather(self, tensors: list[Tensor], layout: SequenceLayout, copies: CopyKind) -> PendingWork[list[Tensor]]:
         number = len(self.gathered)
         rows = layout.num_chunks * layout.chunk_length
         buffers = [torch.randn(rows, *tensor.shape[1:], dtype=tensor.dtype) for tensor in tensors]
@@ -111,7 +111,7 @@ class Watcher:
         return PendingWork([], finish)
 
     def start_reduce_scatter(
-        self, buffers: list[Tensor], layout: SequenceLayout, stream: Stream, payload_dtype: torch.dtype
+        self, buffers: list[Tensor], layout: SequenceLayout, copies: CopyKind, payload_dtype: torch.dtype
     ) -> PendingWork[list[Tensor]]:
         number, self.scatters = self.scatters, self.scatters + 1
         self.gradients.append(weakref.ref(buffers[0]))

@@ -37,7 +37,7 @@ class Diary:
 
     events: list[str] = field(default_factory=list)
 
-    def start_gather(self, tensors: list[Tensor], layout: SequenceLayout, stream: Stream) -> PendingWork[list[Tensor]]:
+    def start_gather(self, tensors: list[Tensor], layout: SequenceLayout, copies: CopyKind) -> PendingWork[list[Tensor]]:
         self.events.append(f"start gather {stream}")
         rows = layout.num_chunks * layout.chunk_length
 
@@ -48,7 +48,7 @@ class Diary:
         return PendingWork([], finish)
 
     def start_reduce_scatter(
-        self, buffers: list[Tensor], layout: SequenceLayout, stream: Stream, payload_dtype: torch.dtype
+        self, buffers: list[Tensor], layout: SequenceLayout, copies: CopyKind, payload_dtype: torch.dtype
     ) -> PendingWork[list[Tensor]]:
         self.events.append(f"start scatter {stream}")
 

@@ -32,8 +32,8 @@ from tests.support.simulated_group import (
 
 BASE = Case(group_size=4, num_query_heads=4, num_key_value_heads=2, micro_batch_size=3)
 EXCHANGING = {
-    Scheme.CONTEXT_PARALLEL: (Stream.CLEAN, Stream.CORRUPTED),
-    Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL: (Stream.CLEAN,),
+    Scheme.CONTEXT_PARALLEL: (CopyKind.CLEAN, CopyKind.CORRUPTED),
+    Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL: (CopyKind.CLEAN,),
 }
 
 
@@ -85,7 +85,7 @@ def test_bytes_on_the_wire_are_those_of_the_plan_and_of_the_ledger(
                 (Collective.REDUCE_SCATTER, Direction.BACKWARD),
             )
         }
-        assert (unit[Stream.CORRUPTED] == 0) == (scheme is Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
+        assert (unit[CopyKind.CORRUPTED] == 0) == (scheme is Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
 
 
 def values_of(payloads: list[tuple[int, str, Tensor]], name: str) -> set[float]:
@@ -124,7 +124,7 @@ def chunk_filled(case: Case, member: RankOfGroup) -> Tensor:
 @pytest.mark.parametrize("assignment", BlockAssignment)
 @pytest.mark.parametrize("stream", Stream)
 def test_a_gather_puts_every_chunk_into_its_slot(
-    stream: Stream,
+    copies: CopyKind,
     assignment: BlockAssignment,
     names: type[SimulatedCollectives],
     monkeypatch: pytest.MonkeyPatch,
@@ -138,7 +138,7 @@ def test_a_gather_puts_every_chunk_into_its_slot(
         exchange = ContextGroupExchange(member)
         return exchange.start_gather([local, -local], case.layout(member.rank), stream).wait()
 
-    first_row = case.sequence_length if stream is Stream.CLEAN else 0
+    first_row = case.sequence_length if stream is CopyKind.CLEAN else 0
     for key, value in run_ranks(case.group_size, run):
         slots = key[:, 0, 0, 0].unflatten(0, (layout.num_chunks, layout.chunk_length))
         for chunk in range(layout.num_chunks):
@@ -160,7 +160,7 @@ def test_a_reduce_scatter_returns_this_ranks_sums_early_chunk_first(
         slots = torch.arange(layout.num_chunks, dtype=torch.float64).repeat_interleave(layout.chunk_length)
         buffer = (slots + 100 * 10**member.rank)[:, None, None, None].repeat(1, 3, 2, 8)
         exchange = ContextGroupExchange(member)
-        pending = exchange.start_reduce_scatter([buffer], BASE.layout(member.rank), Stream.CLEAN, torch.float64)
+        pending = exchange.start_reduce_scatter([buffer], BASE.layout(member.rank), CopyKind.CLEAN, torch.float64)
         return pending.wait()
 
     for rank, (result,) in enumerate(run_ranks(4, run)):
@@ -176,7 +176,7 @@ def test_gradients_cross_in_the_payload_dtype_and_are_summed_in_the_buffers(
         buffer = torch.full((BASE.sequence_length, 3, 2, 8), 256.0 if member.rank == 0 else 1.0)
         exchange = ContextGroupExchange(member)
         layout = BASE.layout(member.rank)
-        return exchange.start_reduce_scatter([buffer], layout, Stream.CLEAN, torch.bfloat16).wait()[0]
+        return exchange.start_reduce_scatter([buffer], layout, CopyKind.CLEAN, torch.bfloat16).wait()[0]
 
     for result in run_ranks(4, run):
         assert result.dtype is torch.float32

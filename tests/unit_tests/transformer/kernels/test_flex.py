@@ -30,7 +30,6 @@ from megatron_csbp.transformer.kernels.torch_cuda import TorchCudaKernel
 from megatron_csbp.transformer.softmax_merge import merge_partial
 from megatron_csbp.transformer.tile_executor import KeyValue, Merged, QuerySide, TileExecutor
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
-from tests.support.dense_oracle import dense_attention
 from tests.support.simulated_group import SimulatedCollectives
 
 CPU = torch.device("cpu")

@@ -22,7 +22,6 @@ from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.self_test import check_kernel
 from megatron_csbp.transformer.kernels.torch_cuda import TorchCudaKernel, choose_operator
 from tests.support.attention_cases import Case, attend_on_group
-from tests.support.dense_oracle import dense_attention
 from tests.support.simulated_group import SimulatedCollectives
 
 aten = torch.ops.aten

@@ -22,7 +22,6 @@ from megatron_csbp.transformer.kernels.transformer_engine import TransformerEngi
 from megatron_csbp.transformer.kernels.transformer_engine_adapter import FusedAttention
 from megatron_csbp.transformer.kernels.transformer_engine_symbols import import_symbols
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
-from tests.support.dense_oracle import dense_attention
 from tests.support.simulated_group import SimulatedCollectives
 from tests.support.transformer_engine_signatures import SIGNATURES
 from tests.support.transformer_engine_stand_in import StandIn
