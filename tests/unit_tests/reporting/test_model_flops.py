@@ -7,8 +7,8 @@ import pytest
 from megatron.training import training
 
 from megatron_csbp import megatron_reporting
-from megatron_csbp.tools.flops import ModelShape, training_flops
 from megatron_csbp.reporting.model_flops import ModelFlops
+from megatron_csbp.tools.flops import ModelShape, training_flops
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from tests.support.megatron_arguments import parse
 

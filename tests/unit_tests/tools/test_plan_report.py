@@ -8,6 +8,7 @@ import pytest
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.layout import Scheme
 
+from megatron_csbp.tools.attention_step import exchanged_by_layer
 from megatron_csbp.tools.plan_report import (
     EXCHANGES,
     MODELS,
@@ -17,7 +18,6 @@ from megatron_csbp.tools.plan_report import (
     plan_rows,
     sequence_layout,
 )
-from megatron_csbp.tools.attention_step import exchanged_by_layer
 
 TOKEN_CAUSAL = CleanAttention.TOKEN_CAUSAL
 CP, BP, CSBP = Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL

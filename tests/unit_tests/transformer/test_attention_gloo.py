@@ -23,7 +23,7 @@ from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, add_results, attend_on_rank
 from tests.support.delayed_exchange import DelayedExchange
-from tests.support.dense_oracle import Result, dense_attention
+from tests.support.dense_oracle import Result
 
 WORLD_SIZE = 4
 EXCHANGING = [Scheme.CONTEXT_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL]

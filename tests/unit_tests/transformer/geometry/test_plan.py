@@ -47,7 +47,11 @@ def test_so_with_many_blocks_on_one_rank(group: Group) -> None:
 
 
 @pytest.mark.parametrize("assignment", BlockAssignment)
-@pytest.mark.parametrize("mask", [Mask(CleanAttention.TOKEN_CAUSAL), Mask(CleanAttention.BLOCK_CAUSAL)], ids=["token-causal", "block-causal"])
+@pytest.mark.parametrize(
+    "mask",
+    [Mask(CleanAttention.TOKEN_CAUSAL), Mask(CleanAttention.BLOCK_CAUSAL)],
+    ids=["token-causal", "block-causal"],
+)
 def test_so_on_some_of_4096_ranks(mask: Mask, assignment: BlockAssignment) -> None:
     sample, sharding = Sample(2 * 4096 * 3 * 2, 2), Sharding(4096, CSBP, assignment)
     everyone = [RankRows(sample, sharding, rank) for rank in range(4096)]
@@ -128,12 +132,16 @@ def test_dual_end_needs_one_slice_of_the_buffer_for_each_chunks_prefix(
     # Late chunks lie in the first half in rank order, early ones in the second: positions before a chunk are in line.
     expected = [(size * chunk, rank * chunk), ((rank + 1) * chunk, (2 * size - 1 - rank) * chunk)]
     assert [(t.key.start, t.key.num_rows) for t in plan.gathered_tiles] == [e for e in expected if e[1]]
-    assert all(
-        t.query.num_problems == 1 and t.query.num_rows == (views + 1) * chunk for t in plan.gathered_tiles
-    ), "all copies of a chunk in one tile"
+    assert all(t.query.num_problems == 1 and t.query.num_rows == (views + 1) * chunk for t in plan.gathered_tiles), (
+        "all copies of a chunk in one tile"
+    )
 
 
-@pytest.mark.parametrize("mask", [Mask(CleanAttention.TOKEN_CAUSAL), Mask(CleanAttention.BLOCK_CAUSAL)], ids=["token-causal", "block-causal"])
+@pytest.mark.parametrize(
+    "mask",
+    [Mask(CleanAttention.TOKEN_CAUSAL), Mask(CleanAttention.BLOCK_CAUSAL)],
+    ids=["token-causal", "block-causal"],
+)
 def test_dual_end_balances_the_pairs_over_the_ranks(mask: Mask) -> None:
     pairs = {static_plan(8, rank, mask).num_pairs for rank in range(8)}
     assert len(pairs) == 1

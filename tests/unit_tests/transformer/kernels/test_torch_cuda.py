@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_csbp.transformer.geometry.scheme import Scheme
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.kernels import HeadShape, torch_cuda
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.self_test import check_kernel

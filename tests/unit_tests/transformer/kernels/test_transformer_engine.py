@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_csbp.transformer.geometry.scheme import Scheme
 from torch import Tensor
 
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels import transformer_engine
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
