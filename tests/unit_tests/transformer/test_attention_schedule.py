@@ -33,7 +33,7 @@ EXCHANGING = [Scheme.CONTEXT_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL]
 
 
 class DiaryKernel(TorchCpuKernel):
-    """Writes each tile into the diary, as local or gathered: only those with gathered keys have more rows than a chunk."""
+    """Writes down each tile, as local or gathered: only those with gathered keys have more rows than a chunk."""
 
     def __init__(self, events: list[str], chunk_length: int) -> None:
         self._events, self._chunk_length = events, chunk_length

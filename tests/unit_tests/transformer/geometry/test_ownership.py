@@ -54,7 +54,7 @@ def test_blocks_of_one_rank_are_spread_over_all() -> None:
 
 @pytest.mark.parametrize("scheme, share", [(CSBP, 0.5), (BP, 0.5), (BP, 0.1)])
 def test_pairs_of_ranks_with_documents_differ_little(scheme: Scheme, share: float) -> None:
-    """At 32K with 20 documents, the busiest rank has at most 10 % more than the mean, though blocks are equally many."""
+    """At 32K with 20 documents, the busiest rank has at most 10 % more than the mean."""
     rng = np.random.default_rng(0)
     lengths = np.maximum((rng.dirichlet(np.ones(20) * 3) * (32_768 - 20 * 32)).astype(int), 5)
     sample = Sample(32_768, 32, 1, packed_documents(lengths.tolist(), 32), rng.random((1, 1024)) < share)
