@@ -16,12 +16,12 @@ from megatron_csbp.configuration.objective_flags import fill_objective_defaults
 from megatron_csbp.configuration.performance_arguments import add_performance_arguments
 from megatron_csbp.objectives import OBJECTIVES
 from megatron_csbp.objectives.noise_schedules import NOISE_SCHEDULES
-from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, layer_plans
+from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, PlanKey, layer_plans
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme, Sharding, resolve_scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, WindowAnchor
 
-BACKENDS = ("auto", "transformer_engine", "torch", "flex")
+BACKENDS = ("auto", "transformer_engine", "torch", "flex", "hybrid")
 DEVICES = ("auto", "cpu", "cuda")
 
 type _Group = ArgumentParser | argparse._ArgumentGroup
@@ -54,10 +54,10 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--corrupted-views",
         type=int,
-        default=1,
+        default=None,
         metavar="V",
         help="Corrupted copies of every sample in one step, each with a noise of its own, that share one clean copy: "
-        "V+1 rows for each token instead of 2V.",
+        "V+1 rows for each token instead of 2V. Default: 2 for fast-dllm-v2, else 1.",
     )
     group.add_argument(
         "--window-anchor",
@@ -93,8 +93,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         choices=BACKENDS,
         default="auto",
         help="Kernels of the block-diffusion attention. auto is torch on a CPU; on CUDA it is transformer_engine "
-        "where that is installed and --attention-backend leaves its fused attention on, and else torch. The start "
-        "summary says which. The choice is tested before the first step.",
+        "where that is installed and --attention-backend leaves its fused attention on, and else torch; in short "
+        "sequences hybrid, which is flex for local keys and one of these for gathered ones. The start summary says "
+        "which, and why. The choice is tested before the first step.",
     )
     add_performance_arguments(group)
     add_device_argument(group)
@@ -109,7 +110,8 @@ def _add_objective_arguments(group: _Group) -> None:
         choices=list(OBJECTIVES),
         default="block-diffusion",
         help="block-diffusion: BD3-LM's NELBO, one noise level per block, over supervised tokens. nemotron: NVIDIA's "
-        "joint diffusion and autoregressive loss, one noise level per sequence.",
+        "joint diffusion and autoregressive loss, one noise level per sequence. fast-dllm-v2: the published "
+        "conversion of an autoregressive model, two complementary views with shifted targets.",
     )
     group.add_argument(
         "--clean-attention",
@@ -153,8 +155,10 @@ def _add_measuring_arguments(group: _Group) -> None:
         "--csbp-timing",
         action="store_true",
         help="Log at every --log-interval how long computation stood still for the attention's collectives (timer "
-        "csbp-exposed-communication, over all ranks, also in TensorBoard) and clean tokens per second. On CUDA the "
-        "host then waits for the device once in an iteration.",
+        "csbp-exposed-communication, over all ranks, also in TensorBoard) and clean tokens per second, which "
+        "--log-throughput logs too. On CUDA the host then waits for the device once in an iteration, and with "
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 timing events may hold up what they time; megatron_csbp.tools.exposed_time "
+        "takes the figure from a profiler's trace.",
     )
 
 
@@ -266,6 +270,18 @@ def masks(args: Namespace) -> tuple[Mask, ...]:
 def layer_mask(args: Namespace, window: int | None) -> Mask:
     """Return the mask of layers with a window, or of those without."""
     return Mask(CleanAttention(args.clean_attention), window, WindowAnchor(args.window_anchor))
+
+
+def plan_keys(args: Namespace) -> tuple[PlanKey, ...]:
+    """Return what the model's layers ask a sample's plans for, in training and in evaluation.
+
+    Args:
+        args: arguments with `csbp_whole_last_layer` set.
+    """
+    keys = dict.fromkeys((mask, True) for mask in masks(args))
+    if args.csbp_whole_last_layer is None:
+        keys[layer_mask(args, megatron_compat.layer_window(args, args.num_layers)), False] = None
+    return tuple(keys)
 
 
 class _Changes:

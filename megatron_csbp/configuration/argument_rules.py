@@ -11,7 +11,7 @@ from argparse import Namespace
 
 from megatron_csbp.configuration.file_rules import check_folders, check_ledger, check_tokenizer_folder
 from megatron_csbp.configuration.model_rules import check_heads, check_recomputation, check_world_size
-from megatron_csbp.configuration.objective_flags import check_objective
+from megatron_csbp.configuration.objective_flags import check_objective, num_views
 from megatron_csbp.configuration.performance_arguments import check_head_groups, check_loss_chunk_rows
 from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 from megatron_csbp.transformer.geometry.scheme import length_error, required_multiple, resolve_scheme
@@ -115,7 +115,7 @@ def check_scheme(args: Namespace) -> None:
 
 def check_views(args: Namespace) -> None:
     """V >= 1."""
-    if args.corrupted_views < 1:
+    if args.corrupted_views is not None and args.corrupted_views < 1:
         raise ValueError(
             f"--corrupted-views {args.corrupted_views} must be at least 1 copy of a sample; 1 is the default."
         )
@@ -151,7 +151,7 @@ def check_sequence_parallel_rows(args: Namespace) -> None:
     group_size = max(args.context_parallel_size, args.block_parallel_size)
     replicated = args.context_parallel_size == 1 and args.block_parallel_size > 1
     chunks = args.seq_length // group_size
-    rows = args.corrupted_views * chunks + (args.seq_length if replicated else chunks)
+    rows = num_views(args) * chunks + (args.seq_length if replicated else chunks)
     if rows % args.tensor_model_parallel_size:
         multiple = group_size * args.tensor_model_parallel_size * args.diffusion_block_size * 2
         raise ValueError(
@@ -270,6 +270,25 @@ def check_unsupported(args: Namespace) -> None:
                 f"{feature.flag}{shown} is not supported with --diffusion-block-size: {feature.reason}; "
                 f"{feature.instead}."
             )
+
+
+def check_own_geometries(args: Namespace) -> None:
+    """Samples with geometries of their own come one by one, and their rows divide among tensor-parallel ranks."""
+    for flag, size in (
+        ("--micro-batch-size", args.micro_batch_size),
+        ("--eval-micro-batch-size", args.eval_micro_batch_size),
+    ):
+        if size not in (None, 1):
+            raise ValueError(
+                f"{flag} {size}: samples with documents or few active blocks differ in their rows, so a micro-batch "
+                f"is one of them. Use {flag} 1."
+            )
+    block, tensor = args.diffusion_block_size, args.tensor_model_parallel_size
+    if args.sequence_parallel and block % tensor:
+        raise ValueError(
+            f"--sequence-parallel with samples of whole blocks: --diffusion-block-size {block} must be a multiple of "
+            f"--tensor-model-parallel-size {tensor}, for example {-(-block // tensor) * tensor}."
+        )
 
 
 def check_vocabulary(args: Namespace, eod_token_id: int | None = None) -> None:

@@ -117,6 +117,7 @@ class DualEndSampler:
             next_tokens=text[following],
             supervised=is_maskable[here] & ~is_padding[here] & reads.in_document,
             next_supervised=is_maskable[here] & ~is_padding[following] & reads.next_in_document,
+            next_token_supervised=is_maskable[following] & ~is_padding[following] & reads.next_in_document,
         )
 
     def _check_vocabulary(self, text: IntArray, path: str | None, sample_index: int) -> None:

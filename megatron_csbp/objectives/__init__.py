@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron_csbp.objectives.block_diffusion import BlockDiffusionObjective
+from megatron_csbp.objectives.fast_dllm_v2 import FastDllmV2Objective
 from megatron_csbp.objectives.interface import (
     CleanRows,
     LossRows,
@@ -16,7 +17,7 @@ from megatron_csbp.objectives.interface import (
 from megatron_csbp.objectives.nemotron import NemotronObjective
 
 OBJECTIVES: Mapping[str, type[Objective]] = MappingProxyType(
-    {objective.name: objective for objective in (BlockDiffusionObjective, NemotronObjective)}
+    {objective.name: objective for objective in (BlockDiffusionObjective, NemotronObjective, FastDllmV2Objective)}
 )
 """Every objective by its value of `--diffusion-objective`."""
 

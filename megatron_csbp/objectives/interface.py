@@ -41,6 +41,7 @@ class ObjectiveConfig:
         noise_eps: `--noise-eps`, the smallest noise time, in (0, 1].
         diffusion_loss_weight: `--diffusion-loss-weight`; None for the objective's own default.
         ar_loss_weight: `--ar-loss-weight`; None for the objective's own default.
+        num_views: `--corrupted-views`; None for the objective's own default.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ObjectiveConfig:
     noise_eps: float = 1e-3
     diffusion_loss_weight: float | None = None
     ar_loss_weight: float | None = None
+    num_views: int | None = None
 
     def __post_init__(self) -> None:
         if self.mask_token_id < 0:
@@ -65,12 +67,14 @@ class CleanRows:
         next_tokens: token at the following position of the sample, which another rank may own, int64 [S].
         supervised: whether the row's token may be predicted: not padding, nor EOD under `--eod-mask-loss`, bool [S].
         next_supervised: Megatron's loss mask: whether the row may be asked for its next token, bool [S].
+        next_token_supervised: whether the next token is of the same document and may itself be predicted, bool [S].
     """
 
     tokens: IntArray
     next_tokens: IntArray
     supervised: BoolArray
     next_supervised: BoolArray
+    next_token_supervised: BoolArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +129,7 @@ class Objective(ABC):
         default_clean_attention: the clean mask the objective was published with.
         default_diffusion_loss_weight: weight of the diffusion term, unless a flag gives another.
         default_ar_loss_weight: weight of the autoregressive term; 0 for none.
+        default_num_views: corrupted copies of a sample, unless a flag gives another number.
         excludes_mask_logit: whether the mask token is taken out of the softmax.
         loss_on_clean_rows: whether any clean row can carry loss, so that its logits are needed.
         config: what the flags say.
@@ -135,6 +140,7 @@ class Objective(ABC):
     default_clean_attention: ClassVar[CleanAttention]
     default_diffusion_loss_weight: ClassVar[float]
     default_ar_loss_weight: ClassVar[float]
+    default_num_views: ClassVar[int] = 1
     excludes_mask_logit: ClassVar[bool]
     loss_on_clean_rows: bool
 
