@@ -53,7 +53,7 @@ CASES = {
             Case(scheme=scheme, group_size=size, window=window, anchor=anchor, num_query_heads=4, num_views=views)
             for scheme in EXCHANGING
             for size, views, window, anchor in [
-                (2, 1, 1, WindowAnchor.POSITION),
+                (2, 1, 3, WindowAnchor.POSITION),
                 (4, 2, 7, WindowAnchor.BLOCK),
                 (4, 1, 17, WindowAnchor.POSITION),
                 (2, 1, 25, WindowAnchor.BLOCK),

@@ -69,7 +69,7 @@ def sample_cases() -> list[Case]:
     """Documents and active blocks in every scheme."""
     rng, cases = random.Random(1), []
     for size, schemes in ((1, (Scheme.SINGLE,)), (2, DISTRIBUTED_SCHEMES), (4, DISTRIBUTED_SCHEMES), (8, (CSBP,))):
-        length = 2 * BLOCKS * M * size
+        length = 2 * BLOCKS * M * max(size, 2)
         blocks = length // M
         choices = [None, (), (blocks // 3,), tuple(range(0, blocks, 2)), (0, 1)]
         for scheme in schemes:
@@ -83,7 +83,7 @@ def sample_cases() -> list[Case]:
                             scheme=scheme,
                             group_size=size,
                             block_size=M,
-                            blocks_per_chunk=BLOCKS if size > 1 else 2 * BLOCKS,
+                            blocks_per_chunk=BLOCKS if size > 1 else blocks,
                             clean_attention=rng.choice(list(CleanAttention)),
                             assignment=rng.choice(list(BlockAssignment)),
                             num_query_heads=4,

@@ -47,7 +47,7 @@ def test_a_million_tokens_on_64_ranks_have_few_pieces_and_tiles(
 ) -> None:
     rows = RankRows(Sample(2**20, 32), Sharding(64, scheme), 5)
     plan = plan_attention(rows, Mask(clean_attention))
-    levels = 8  # 256 blocks in a chunk
+    levels = 15 if scheme is Scheme.BLOCK_PARALLEL else 8  # of all 32,768 blocks, or of 256 in a chunk
     assert len(pieces) <= 4 * (levels + 3)
     assert len(plan.tiles) <= 2 * (levels + 3)
 
@@ -62,8 +62,9 @@ def test_a_window_has_few_pieces_whatever_the_length(window: int, anchor: Window
             RankRows(Sample(length, 32), EIGHT, 3), Mask(CleanAttention.TOKEN_CAUSAL, window, anchor)
         )
         counts.append((len(pieces), len(plan.tiles)))
-    assert counts[0] == counts[1]
-    assert counts[0][0] < 500
+    # Where the window is no multiple of a block, some more at the ends.
+    assert counts[1][0] <= 1.25 * counts[0][0] < 500
+    assert counts[1][1] <= counts[0][1] + 1
 
 
 def test_the_calls_of_a_full_layer_are_those_of_its_levels() -> None:
