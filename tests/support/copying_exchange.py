@@ -4,10 +4,27 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 
 from megatron_csbp.transformer.communication import PendingWork, Transfers
+from megatron_csbp.transformer.geometry.tiles import Tile
+from megatron_csbp.transformer.tile_executor import TileExecutor
+
+
+def tell_tiles(tell: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call `tell` with `local tile` or `gathered tile` before each tile, forward and backward."""
+    for name in ("forward", "backward"):
+        run = getattr(TileExecutor, name)
+
+        def told(
+            self: TileExecutor, tile: Tile, *rest: object, run: Callable[..., None] = run, **named: object
+        ) -> None:
+            tell(f"{tile.key_source} tile")
+            run(self, tile, *rest, **named)
+
+        monkeypatch.setattr(TileExecutor, name, told)
 
 
 @dataclass

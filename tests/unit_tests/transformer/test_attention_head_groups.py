@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
+from megatron_csbp.transformer.attention import AttentionContext, _shares, block_diffusion_attention
 from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
-from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from tests.support.attention_cases import Attend, Case, gradients_on_group, plain, recomputed, two_layers
-from tests.support.copying_exchange import CopyingExchange
+from tests.support.copying_exchange import CopyingExchange, tell_tiles
 from tests.support.dense_oracle import whole_rows
 from tests.support.simulated_group import SimulatedCollectives
 
@@ -102,6 +101,11 @@ class Watcher:
         self.most_under_way = max(self.most_under_way, self.under_way)
         self.look()
 
+    def tile(self, event: str) -> None:
+        if self.events[-1] != f"{event}s":
+            self.events.append(f"{event}s")
+        self.look()
+
     def gathered(self, buffers: Sequence[Tensor]) -> None:
         self.keys.append(weakref.ref(buffers[0]))
         self.look()
@@ -115,35 +119,29 @@ class Watcher:
         self.most_gradients = max(self.most_gradients, sum(ref() is not None for ref in self.gradients))
 
 
-class WatchedKernel(TorchCpuKernel):
-    """Looks at what is alive at every tile."""
-
-    def __init__(self, watcher: Watcher, chunk_length: int) -> None:
-        self._watcher, self._chunk_length = watcher, chunk_length
-
-    def forward(self, query: Tensor, *rest: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        self._note(query)
-        return super().forward(query, *rest, causal=causal, scale=scale)
-
-    def backward(self, grad_out: Tensor, *rest: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        self._note(grad_out)
-        return super().backward(grad_out, *rest, causal=causal, scale=scale)
-
-    def _note(self, query_side: Tensor) -> None:
-        event = "gathered tiles" if query_side.shape[1] > self._chunk_length else "local tiles"
-        if self._watcher.events[-1] != event:
-            self._watcher.events.append(event)
-        self._watcher.look()
+@pytest.mark.parametrize("blocks", [3, 8, 16, 512])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_local_tiles_are_dealt_in_order_and_no_share_is_empty_if_there_are_enough(count: int, blocks: int) -> None:
+    tiles = replace(BASE, blocks_per_chunk=blocks).plan(1).local_tiles
+    shares = _shares(tiles, count)
+    assert len(shares) == count
+    assert [tile for share in shares for tile in share] == list(tiles)
+    assert sum(map(bool, shares)) == min(count, len(tiles))
+    if len(tiles) > 2 * count:
+        largest = max(tile.num_pairs for tile in tiles)
+        assert max(sum(tile.num_pairs for tile in share) for share in shares) <= (
+            sum(tile.num_pairs for tile in tiles) / count + largest
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [2, 4])
 def test_keys_of_two_groups_at_most_are_alive_and_each_exchange_hides_behind_a_group(
-    count: int, dtype: torch.dtype
+    count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, watcher = BASE.plan(1), Watcher()
-    kernel = WatchedKernel(watcher, plan.rows.chunk_length)
-    context = replace(BASE.context(1, watcher.exchange(), kernel), num_head_groups=count)
+    tell_tiles(watcher.tile, monkeypatch)
+    context = replace(BASE.context(1, watcher.exchange()), num_head_groups=count)
     problem = BASE.problem().to(dtype)
     query, key = (t[whole_rows(plan.rows)].requires_grad_() for t in (problem.query, problem.key))
     out = block_diffusion_attention(query, key, key, context)
@@ -160,11 +158,14 @@ def test_keys_of_two_groups_at_most_are_alive_and_each_exchange_hides_behind_a_g
     out.sum().backward()
     assert watcher.most_keys <= 2
     assert watcher.most_gradients <= 2
-    # One collective at a time: gathers beside tiles with gathered keys, sums of gradients beside local tiles.
+    # One collective at a time (local tiles are dealt by their work, so a large one may leave a group without):
+    # gathers beside tiles with gathered keys, sums of gradients beside local tiles.
+    beside = _shares(plan.backward_local_tiles[1], count)
+    assert sum(map(bool, beside)) >= 2
     assert watcher.most_under_way == 1
     expected = ["start gather", "local tiles", "wait gather", *(["start gather"] if count > 1 else [])]
     for group in range(count):
         expected += ["gathered tiles", *(["wait gather"] if group + 1 < count else [])]
-        expected += ["start scatter", "local tiles", "wait scatter"]
+        expected += ["start scatter", *(["local tiles"] if beside[group] else []), "wait scatter"]
         expected += ["start gather"] if group + 2 < count else []
     assert watcher.events == expected

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_csbp.transformer import communication
 from megatron_csbp.transformer.attention import block_diffusion_attention
 from megatron_csbp.transformer.communication import PendingWork
 from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
-from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from tests.support.attention_cases import (
     Attend,
     Case,
@@ -25,29 +23,11 @@ from tests.support.attention_cases import (
     recomputed_by_hooks,
     two_layers,
 )
-from tests.support.copying_exchange import CopyingExchange
+from tests.support.copying_exchange import CopyingExchange, tell_tiles
 from tests.support.dense_oracle import whole_rows
 from tests.support.simulated_group import SimulatedCollectives
 
 EXCHANGING = [Scheme.CONTEXT_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL]
-
-
-class DiaryKernel(TorchCpuKernel):
-    """Writes down each tile, as local or gathered: only those with gathered keys have more rows than a chunk."""
-
-    def __init__(self, events: list[str], chunk_length: int) -> None:
-        self._events, self._chunk_length = events, chunk_length
-
-    def forward(self, query: Tensor, *rest: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        self._write(query)
-        return super().forward(query, *rest, causal=causal, scale=scale)
-
-    def backward(self, grad_out: Tensor, *rest: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        self._write(grad_out)
-        return super().backward(grad_out, *rest, causal=causal, scale=scale)
-
-    def _write(self, query_side: Tensor) -> None:
-        self._events.append("gathered tile" if query_side.shape[1] > self._chunk_length else "local tile")
 
 
 def runs(events: list[str]) -> list[str]:
@@ -59,13 +39,13 @@ def runs(events: list[str]) -> list[str]:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("scheme", EXCHANGING)
 def test_local_tiles_run_between_the_start_of_an_exchange_and_its_wait(
-    scheme: Scheme, rank: int, clean_attention: CleanAttention
+    scheme: Scheme, rank: int, clean_attention: CleanAttention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, events = Case(scheme=scheme, clean_attention=clean_attention), list[str]()
     plan = case.plan(rank)
-    kernel = DiaryKernel(events, plan.rows.chunk_length)
+    tell_tiles(events.append, monkeypatch)
     inputs = [t[whole_rows(plan.rows)].requires_grad_() for t in (case.problem().query, *[case.problem().key] * 2)]
-    context = case.context(rank, CopyingExchange(events.append), kernel)
+    context = case.context(rank, CopyingExchange(events.append))
     out = block_diffusion_attention(inputs[0], inputs[1], inputs[2], context)
     copies = ["clean", "corrupted"] if scheme is Scheme.CONTEXT_PARALLEL else ["clean"]
 

@@ -53,7 +53,7 @@ def test_results_on_streams_are_those_without_bit_for_bit(
     case = replace(CASE, scheme=scheme)
     with monkeypatch.context() as patch:
         use_simulated(SimulatedCollectives(backend="nccl"), patch)
-        expected, _ = gradients_on_group(case, wrap)
+        expected, _ = gradients_on_group(case, wrap, lambda context: replace(context, num_head_groups=groups))
     nccl = collectives(reads=reads)
     use_fake_cuda(nccl, monkeypatch)
     got = on_cuda(case, wrap, nccl, groups)

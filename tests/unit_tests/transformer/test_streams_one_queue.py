@@ -19,7 +19,8 @@ from tests.support.attention_cases import Attend, Case, gradients_on_group, plai
 from tests.support.fake_cuda import StreamedCollectives, TickingKernel, use_fake_cuda
 from tests.support.one_queue import Run, unhidden
 
-CASE = Case(num_query_heads=8, num_key_value_heads=4)
+# So many blocks that each of 4 head groups has a local tile to hide its gradients behind.
+CASE = Case(num_query_heads=8, num_key_value_heads=4, blocks_per_chunk=16)
 
 
 def runs_on_each_rank(
