@@ -143,14 +143,8 @@ def test_windows_are_those_of_megatrons_flags(group: Any) -> None:
     masks = [anchored.mask(windows, number) for number in range(1, 5)]
     window, full = Mask(TOKEN, 6, WindowAnchor.BLOCK), Mask(TOKEN, None, WindowAnchor.BLOCK)
     assert masks == [window, full, window, full]
-    assert anchored.plan_keys(windows) == ((window, True), (full, True))
     got = attention(group, settings=anchored, config=windows, layer_number=3)(*inputs(), None)
     assert torch.equal(got, expected(SETTINGS.sample, window, inputs()))
-
-
-def test_a_last_layer_that_drops_clean_rows_has_a_plan_of_its_own() -> None:
-    drops = replace(SETTINGS, last_layer_drops_clean_rows=True)
-    assert drops.plan_keys(config()) == ((Mask(TOKEN), True), (Mask(TOKEN), False))
 
 
 def test_dropped_clean_rows_leave_the_corrupted_ones_in_training_only(group: Any) -> None:
