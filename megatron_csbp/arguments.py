@@ -97,6 +97,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "sequences hybrid, which is flex for local keys and one of these for gathered ones. The start summary says "
         "which, and why. The choice is tested before the first step.",
     )
+    _add_packing_arguments(group)
     add_performance_arguments(group)
     add_device_argument(group)
     _add_measuring_arguments(group)
@@ -139,6 +140,35 @@ def _add_objective_arguments(group: _Group) -> None:
         help="Chance that a token is corrupted, and its loss weight, as functions of the noise level t.",
     )
     group.add_argument("--noise-eps", type=float, default=1e-3, help="Smallest noise level: t lies in [eps, 1].")
+
+
+def _add_packing_arguments(group: _Group) -> None:
+    """Add what a sample is made of where it is not a stretch of one long text."""
+    group.add_argument(
+        "--pack-documents",
+        action="store_true",
+        help="Make samples of whole documents (or conversations) of --data-path, each at a block boundary: none sees "
+        "another, and positions restart. For fine-tuning. A micro-batch is one sample.",
+    )
+    group.add_argument(
+        "--loss-on",
+        choices=["answers", "all"],
+        default="answers",
+        help="With --pack-documents: train on the tokens that preparation has marked as answers (all tokens, where it "
+        "marked none), or on all.",
+    )
+    group.add_argument(
+        "--long-documents",
+        choices=["refuse", "cut"],
+        default="refuse",
+        help="With --pack-documents: what to do with documents that are longer than --seq-length.",
+    )
+    group.add_argument(
+        "--csbp-all-blocks",
+        action="store_true",
+        help="With --pack-documents: give every block corrupted rows, also those in which no row carries loss. For "
+        "ablation: it changes no loss and no gradient.",
+    )
 
 
 def _add_measuring_arguments(group: _Group) -> None:

@@ -17,7 +17,7 @@ import torch
 from megatron.training.argument_utils import gpt_config_from_args
 
 from megatron_csbp import arguments, megatron_compat, megatron_start
-from megatron_csbp.configuration.argument_rules import check_own_geometries, check_vocabulary
+from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import check_files, check_start, use_checkpoint_length
 from megatron_csbp.configuration.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
@@ -25,6 +25,7 @@ from megatron_csbp.configuration.flag_names import FlagNames
 from megatron_csbp.configuration.hardware_queues import check_one_queue
 from megatron_csbp.configuration.objective_flags import objective_from_args
 from megatron_csbp.configuration.output_folders import check_output_folders
+from megatron_csbp.configuration.packing_rules import check_own_geometries
 from megatron_csbp.configuration.performance_arguments import (
     fill_head_groups,
     fill_loss_chunk_rows,
@@ -102,7 +103,7 @@ def parse_and_validate_args(
 
     def after(args: Namespace) -> None:
         changes.extend(arguments.prepare_after_validation(args))
-        if arguments.is_block_diffusion(args) and sample_of_from_args(args) is not None:
+        if arguments.is_block_diffusion(args) and has_own_geometries(args):
             check_own_geometries(args)
             # Stages tell one another the rows of each micro-batch, since no two need have as many.
             args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
@@ -174,10 +175,15 @@ def sample_of_from_args(args: Namespace) -> SampleOf | None:
     return None
 
 
+def has_own_geometries(args: Namespace) -> bool:
+    """Return whether samples differ in their geometry: packed documents, or `sample_of_from_args`."""
+    return bool(args.pack_documents) or sample_of_from_args(args) is not None
+
+
 def datasets_provider(args: Namespace) -> Callable[..., Any]:
     """Return the `train_valid_test_dataset_provider` that yields the rows of this rank."""
     sample_of = sample_of_from_args(args)
-    on_every_stage = args.full_validation or sample_of is not None
+    on_every_stage = args.full_validation or has_own_geometries(args)
 
     def provide(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
         return build_train_valid_test_datasets(

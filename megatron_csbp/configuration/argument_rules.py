@@ -12,6 +12,7 @@ from argparse import Namespace
 from megatron_csbp.configuration.file_rules import check_folders, check_ledger, check_tokenizer_folder
 from megatron_csbp.configuration.model_rules import check_heads, check_recomputation, check_world_size
 from megatron_csbp.configuration.objective_flags import check_objective, num_views
+from megatron_csbp.configuration.packing_rules import check_packing
 from megatron_csbp.configuration.performance_arguments import check_head_groups, check_loss_chunk_rows
 from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 from megatron_csbp.transformer.geometry.scheme import length_error, required_multiple, resolve_scheme
@@ -21,6 +22,10 @@ _OWN_FLAGS = (
     "--context-scheme",
     "--corrupted-views",
     "--window-anchor",
+    "--pack-documents",
+    "--loss-on",
+    "--long-documents",
+    "--csbp-all-blocks",
     "--diffusion-objective",
     "--clean-attention",
     "--diffusion-loss-weight",
@@ -77,6 +82,7 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
     ):
         rule(args)
     check_dropout(args, given)
+    check_packing(args, given)
 
 
 def check_no_flag_without_block_size(args: Namespace, given: frozenset[str]) -> None:
@@ -270,25 +276,6 @@ def check_unsupported(args: Namespace) -> None:
                 f"{feature.flag}{shown} is not supported with --diffusion-block-size: {feature.reason}; "
                 f"{feature.instead}."
             )
-
-
-def check_own_geometries(args: Namespace) -> None:
-    """Samples with geometries of their own come one by one, and their rows divide among tensor-parallel ranks."""
-    for flag, size in (
-        ("--micro-batch-size", args.micro_batch_size),
-        ("--eval-micro-batch-size", args.eval_micro_batch_size),
-    ):
-        if size not in (None, 1):
-            raise ValueError(
-                f"{flag} {size}: samples with documents or few active blocks differ in their rows, so a micro-batch "
-                f"is one of them. Use {flag} 1."
-            )
-    block, tensor = args.diffusion_block_size, args.tensor_model_parallel_size
-    if args.sequence_parallel and block % tensor:
-        raise ValueError(
-            f"--sequence-parallel with samples of whole blocks: --diffusion-block-size {block} must be a multiple of "
-            f"--tensor-model-parallel-size {tensor}, for example {-(-block // tensor) * tensor}."
-        )
 
 
 def check_vocabulary(args: Namespace, eod_token_id: int | None = None) -> None:
