@@ -4,7 +4,7 @@
     python -m benchmarks.import_memory [--gigabytes 2] [--folder FOLDER]
 
 Makes a synthetic Qwen3 checkpoint of that size (bf16, random), imports it, exports the import, and
-prints the peak resident memory of each process beyond that of a bare Python interpreter, with what PyTorch alone takes.
+prints the peak resident memory of each process beyond that of a bare Python interpreter, with what PyTorch takes.
 """
 
 import argparse
@@ -45,7 +45,10 @@ _ONE_PROCESS = """
 import pathlib, re, runpy, sys
 sys.argv = sys.argv[1:]
 try:
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True) if sys.argv[0] else __import__(sys.argv[1] or "sys")
+    if sys.argv[0]:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        __import__(sys.argv[1] or "sys")
 except SystemExit as leaving:
     assert not leaving.code, leaving.code
 # Not getrusage: its figure begins with that of the process which started this one.

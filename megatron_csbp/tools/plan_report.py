@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_csbp.tools.plan_report`: what a training run would hold, move and compute, from the real planner.
+"""`python -m megatron_csbp.tools.plan_report`: what a run would hold, move and compute, from the real planner.
 
 Nothing runs and nothing is measured: rows, bytes, operations and balance come from the attention plan
 that training uses. With `--dry-run` the exchange itself is started on empty tensors, and what its collectives carry is
