@@ -151,7 +151,6 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("megatron.core.parallel_state.is_pipeline_first_stage", "", "loading on the first and last stage"),
     ("megatron.core.parallel_state.is_pipeline_last_stage", "ignore_virtual", "loading on the first and last stage"),
     ("megatron.training.utils.is_first_or_last_pipeline_stage", "vp_stage", "loading on the first and last stage"),
-    ("megatron.core.tensor_parallel.broadcast_data", "keys data datatype", "loading on one tensor-parallel rank"),
     (
         "megatron.core.tensor_parallel.gather_from_sequence_parallel_region",
         "input_ tensor_parallel_output_grad",

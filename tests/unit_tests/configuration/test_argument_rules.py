@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_csbp.configuration.argument_rules import check_before_megatron, check_vocabulary
+from megatron_csbp.configuration.argument_rules import check_before_megatron, check_own_geometries, check_vocabulary
 from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 from tests.support.megatron_arguments import VALID, parse
 
@@ -322,6 +322,27 @@ ACCEPTED = {
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_accepts(case: str) -> None:
     check(f"{VALID} {ACCEPTED[case]}")
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--micro-batch-size 2", "--micro-batch-size 2: .*Use --micro-batch-size 1"),
+        (
+            "--micro-batch-size 1 --eval-micro-batch-size 4",
+            "--eval-micro-batch-size 4: .*Use --eval-micro-batch-size 1",
+        ),
+        (
+            "--micro-batch-size 1 --tensor-model-parallel-size 3 --sequence-parallel",
+            "--diffusion-block-size 8 must be a multiple of --tensor-model-parallel-size 3, for example 9",
+        ),
+    ],
+)
+def test_samples_with_geometries_of_their_own_come_one_by_one(flags: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_own_geometries(parse(f"{VALID} {flags}")[0])
+    check_own_geometries(parse(f"{VALID} --micro-batch-size 1")[0])
+    check_own_geometries(parse(f"{VALID} --micro-batch-size 1 --tensor-model-parallel-size 3")[0])
 
 
 @pytest.mark.parametrize("length", [1, 63, 100, 8191])
