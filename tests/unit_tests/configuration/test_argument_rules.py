@@ -77,7 +77,7 @@ REFUSED = {
         "--window-size 128,64 must be LEFT,0",
         "--window-size 1023,0",
     ),
-    "a window without an end": ("--window-size -1,0", "--window-size -1,0 must be LEFT,0", "leave it out for full"),
+    "a window without an end": ("--window-size=-1,0", "--window-size -1,0 must be LEFT,0", "leave it out for full"),
     "a length that blocks do not divide": (
         "--seq-length 60",
         "--seq-length 60 must be a multiple of the diffusion block size 8",
@@ -386,7 +386,6 @@ ASKED_FOR = {
     "sft": "--sft",
     "fim_data": "--fim-data",
     "allow_ambiguous_pad_tokens": "--allow-ambiguous-pad-tokens",
-    "window_size": "--window-size 128,0",
     "softmax_type": "--softmax-type learnable",
     "qk_clip": "--qk-clip",
     "log_max_attention_logit": "--log-max-attention-logit",
