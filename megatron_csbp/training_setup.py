@@ -100,8 +100,7 @@ def parse_and_validate_args(
         changes.extend(arguments.prepare_after_validation(args))
         if arguments.is_block_diffusion(args) and sample_of_from_args(args) is not None:
             check_own_geometries(args)
-            # Stages tell one another the rows of each micro-batch, since no two need have as many.
-            args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
+            prepare_own_geometries(args)
 
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
@@ -110,6 +109,9 @@ def parse_and_validate_args(
         fill_head_groups(args, [plans.plan(mask) for mask in arguments.masks(args)])
         fill_loss_chunk_rows(args)
         args.csbp_whole_last_layer = why_last_layer_is_whole(args, objective_from_args(args).loss_on_clean_rows)
+        if sample_of_from_args(args) is not None:
+            # Megatron's MLP takes no rank without rows, and a rank may have no corrupted one.
+            args.csbp_whole_last_layer = "a rank may hold no corrupted row of a sample"
         validate_data_files(args)
         correct_distributed_optimizer_now()
         if args.full_validation:
@@ -154,6 +156,18 @@ def sample_of_from_args(args: Namespace) -> SampleOf | None:
     few active blocks) puts a function of its own here before the entry runs.
     """
     return None
+
+
+def prepare_own_geometries(args: Namespace) -> None:
+    """Let pipeline stages tell one another the rows of each micro-batch, since no two need have as many.
+
+    Args:
+        args: validated arguments; changed in place.
+    """
+    args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
+    if args.num_experts is None:
+        # Megatron's default of a dispatcher that a dense model never uses; it would refuse the line above.
+        args.moe_token_dispatcher_type = "alltoall"
 
 
 def datasets_provider(args: Namespace) -> Callable[..., Any]:

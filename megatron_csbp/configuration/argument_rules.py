@@ -283,6 +283,13 @@ def check_own_geometries(args: Namespace) -> None:
                 f"{flag} {size}: samples with documents or few active blocks differ in their rows, so a micro-batch "
                 f"is one of them. Use {flag} 1."
             )
+    dispatcher = args.moe_token_dispatcher_type
+    if args.num_experts is not None and args.pipeline_model_parallel_size > 1 and dispatcher == "allgather":
+        raise ValueError(
+            f"--moe-token-dispatcher-type {dispatcher} with --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size}: samples differ in their rows, which this dispatcher does not take. "
+            "Use --moe-token-dispatcher-type alltoall."
+        )
     block, tensor = args.diffusion_block_size, args.tensor_model_parallel_size
     if args.sequence_parallel and block % tensor:
         raise ValueError(

@@ -333,6 +333,10 @@ def test_accepts(case: str) -> None:
             "--eval-micro-batch-size 4: .*Use --eval-micro-batch-size 1",
         ),
         (
+            "--micro-batch-size 1 --num-experts 4 --pipeline-model-parallel-size 2",
+            "--moe-token-dispatcher-type allgather with .*Use --moe-token-dispatcher-type alltoall",
+        ),
+        (
             "--micro-batch-size 1 --tensor-model-parallel-size 3 --sequence-parallel",
             "--diffusion-block-size 8 must be a multiple of --tensor-model-parallel-size 3, for example 9",
         ),
