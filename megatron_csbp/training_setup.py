@@ -17,13 +17,14 @@ import torch
 from megatron.training.argument_utils import gpt_config_from_args
 
 from megatron_csbp import arguments, megatron_compat, megatron_start
-from megatron_csbp.configuration.argument_rules import check_own_geometries, check_vocabulary
+from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import check_files, check_start, use_checkpoint_length
 from megatron_csbp.configuration.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
 from megatron_csbp.configuration.flag_names import FlagNames
 from megatron_csbp.configuration.hardware_queues import check_one_queue
 from megatron_csbp.configuration.objective_flags import objective_from_args
+from megatron_csbp.configuration.own_geometries import check_own_geometries, prepare_own_geometries
 from megatron_csbp.configuration.performance_arguments import (
     fill_head_groups,
     fill_loss_chunk_rows,
@@ -156,18 +157,6 @@ def sample_of_from_args(args: Namespace) -> SampleOf | None:
     few active blocks) puts a function of its own here before the entry runs.
     """
     return None
-
-
-def prepare_own_geometries(args: Namespace) -> None:
-    """Let pipeline stages tell one another the rows of each micro-batch, since no two need have as many.
-
-    Args:
-        args: validated arguments; changed in place.
-    """
-    args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
-    if args.num_experts is None:
-        # Megatron's default of a dispatcher that a dense model never uses; it would refuse the line above.
-        args.moe_token_dispatcher_type = "alltoall"
 
 
 def datasets_provider(args: Namespace) -> Callable[..., Any]:

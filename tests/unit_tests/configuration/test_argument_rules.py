@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_csbp.configuration.argument_rules import check_before_megatron, check_own_geometries, check_vocabulary
+from megatron_csbp.configuration.argument_rules import check_before_megatron, check_vocabulary
+from megatron_csbp.configuration.own_geometries import check_own_geometries
 from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 from tests.support.megatron_arguments import VALID, parse
 
