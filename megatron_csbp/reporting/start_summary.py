@@ -83,7 +83,7 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
     lines = [
         f"  scheme: {sharding.scheme} over {sharding.group_size} rank(s); tensor {args.tensor_model_parallel_size} x "
         f"pipeline {args.pipeline_model_parallel_size} x data {args.data_parallel_size}",
-        *_scheme_notes(rows),
+        *scheme_notes(rows),
         f"  objective: {args.diffusion_objective}, clean attention {args.clean_attention}, noise "
         f"{args.noise_schedule} eps {args.noise_eps}, mask token {args.mask_token_id}",
         f"  sequence: {sample.length} clean tokens, {sample.num_blocks} blocks of {sample.block_size}{views}, "
@@ -128,7 +128,7 @@ def _kernel_lines(args: Namespace, runtime: RuntimeInfo, plans: LayerPlans) -> l
     return attention_kernel_lines(args, kernel, plans, _device(args, runtime))
 
 
-def _scheme_notes(rows: RankRows) -> list[str]:
+def scheme_notes(rows: RankRows) -> list[str]:
     """Return what a user should know of a scheme that costs more than CSBP."""
     scheme, size = rows.sharding.scheme, rows.sharding.group_size
     if scheme is Scheme.CONTEXT_PARALLEL:

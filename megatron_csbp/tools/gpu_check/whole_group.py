@@ -184,7 +184,8 @@ class _OneProcess:
         """Return the whole row that each row of a gather buffer holds, int64 [R]."""
         rows = self._rows
         length, num_chunks = rows.chunk_length, rows.sharding.num_chunks
-        assert transfer.lowering is Lowering.ALL_GATHER and transfer.num_rows == rows.sample.length
+        assert transfer.lowering is Lowering.ALL_GATHER
+        assert transfer.num_rows == rows.sample.length
         offset = rows.sample.length if copies is CopyKind.CLEAN else 0
         starts = torch.empty(num_chunks, dtype=torch.int64)
         for chunk in range(num_chunks):
