@@ -94,7 +94,7 @@ def import_weights(
     *,
     mask_token: str | None = None,
     dtype: torch.dtype | None = None,
-    vocab_divisible_by: int = 128,
+    vocab_divisible_by: int = 8,
 ) -> list[str]:
     """Write a checkpoint that `--load ... --finetune` starts from, in any topology.
 
@@ -201,11 +201,12 @@ def _report(source: Source, save: Path, dtypes: Mapping[str, torch.dtype], mask_
     names = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes.values()}))
     rows, padded = source.shape.dims["vocab"], source.shape.dims["padded_vocab"]
     mask = "no mask token is known; give --mask-token-id" if mask_id is None else f"mask token {mask_id}"
+    padding = f", padded to {padded}: logits of 0 in Megatron's softmax" if padded != rows else ""
     return [
         f"imported {len(source.tensors.entries)} tensors of {source.family.model_type} ({names}), "
         f"{source.shape.num_layers} "
         f"layers, into {save}",
-        f"vocabulary {rows}" + (f", padded to {padded}" if padded != rows else "") + f"; {mask}",
+        f"vocabulary {rows}{padding}; {mask}",
         *source.notes,
         f"train with: --yaml-cfg {save / MODEL_FILE} --load {save} --finetune",
     ]
