@@ -33,7 +33,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 install: $(INSTALLED) ## Make .venv and install the package with its test and plot extras
 
 .PHONY: demo
-demo: $(INSTALLED) ## Train a small model with CSBP on two ranks of this machine and check it against one rank
+demo: $(INSTALLED) ## Train a small model, convert it to block diffusion with CSBP on two ranks, check it, and let it write
 	$(BIN)/python examples/demo/run.py
 
 .PHONY: bench

@@ -7,17 +7,21 @@ Imports nothing of Megatron: the entries read some of these flags before Megatro
 import argparse
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from functools import lru_cache
 
+from megatron_csbp import megatron_compat
 from megatron_csbp.configuration.argument_rules import check_before_megatron
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.objective_flags import fill_objective_defaults
 from megatron_csbp.configuration.performance_arguments import add_performance_arguments
-from megatron_csbp.loss.noise_schedules import NOISE_SCHEDULES
-from megatron_csbp.loss.objectives import OBJECTIVES
-from megatron_csbp.transformer.attention_plan import CleanAttention
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout, resolve_scheme
+from megatron_csbp.objectives import OBJECTIVES
+from megatron_csbp.objectives.noise_schedules import NOISE_SCHEDULES
+from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, PlanKey, layer_plans
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme, Sharding, resolve_scheme
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, WindowAnchor
 
-BACKENDS = ("auto", "transformer_engine", "torch", "flex")
+BACKENDS = ("auto", "transformer_engine", "torch", "flex", "hybrid")
 DEVICES = ("auto", "cpu", "cuda")
 
 type _Group = ArgumentParser | argparse._ArgumentGroup
@@ -39,6 +43,29 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         type=int,
         default=None,
         help="Tokens in a diffusion block. Turns block-diffusion training on; without it this is plain Megatron.",
+    )
+    group.add_argument(
+        "--context-scheme",
+        choices=["cp"],
+        default=None,
+        help="cp: with --context-parallel-size alone, run the context-parallel baseline, which exchanges corrupted "
+        "keys and values as well. It has to be asked for by name, since a forgotten --bp-size would look the same.",
+    )
+    group.add_argument(
+        "--corrupted-views",
+        type=int,
+        default=None,
+        metavar="V",
+        help="Corrupted copies of every sample in one step, each with a noise of its own, that share one clean copy: "
+        "V+1 rows for each token instead of 2V. Default: 2 for fast-dllm-v2, else 1.",
+    )
+    group.add_argument(
+        "--window-anchor",
+        choices=[str(choice) for choice in WindowAnchor],
+        default=str(WindowAnchor.POSITION),
+        help="What the window of a corrupted row is counted from in layers with --window-size: its own position, as "
+        "Megatron's windows are, or its block's first position, as DiffusionGemma's (all rows of a block then see the "
+        "same clean tokens).",
     )
     group.add_argument(
         "--mask-token-id",
@@ -66,9 +93,11 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         choices=BACKENDS,
         default="auto",
         help="Kernels of the block-diffusion attention. auto is torch on a CPU; on CUDA it is transformer_engine "
-        "where that is installed and --attention-backend leaves its fused attention on, and else torch. The start "
-        "summary says which. The choice is tested before the first step.",
+        "where that is installed and --attention-backend leaves its fused attention on, and else torch; in short "
+        "sequences hybrid, which is flex for local keys and one of these for gathered ones. The start summary says "
+        "which, and why. The choice is tested before the first step.",
     )
+    _add_packing_arguments(group)
     add_performance_arguments(group)
     add_device_argument(group)
     _add_measuring_arguments(group)
@@ -82,7 +111,8 @@ def _add_objective_arguments(group: _Group) -> None:
         choices=list(OBJECTIVES),
         default="block-diffusion",
         help="block-diffusion: BD3-LM's NELBO, one noise level per block, over supervised tokens. nemotron: NVIDIA's "
-        "joint diffusion and autoregressive loss, one noise level per sequence.",
+        "joint diffusion and autoregressive loss, one noise level per sequence. fast-dllm-v2: the published "
+        "conversion of an autoregressive model, two complementary views with shifted targets.",
     )
     group.add_argument(
         "--clean-attention",
@@ -112,6 +142,35 @@ def _add_objective_arguments(group: _Group) -> None:
     group.add_argument("--noise-eps", type=float, default=1e-3, help="Smallest noise level: t lies in [eps, 1].")
 
 
+def _add_packing_arguments(group: _Group) -> None:
+    """Add what a sample is made of where it is not a stretch of one long text."""
+    group.add_argument(
+        "--pack-documents",
+        action="store_true",
+        help="Make samples of whole documents (or conversations) of --data-path, each at a block boundary: none sees "
+        "another, and positions restart. For fine-tuning. A micro-batch is one sample.",
+    )
+    group.add_argument(
+        "--loss-on",
+        choices=["answers", "all"],
+        default="answers",
+        help="With --pack-documents: train on the tokens that preparation has marked as answers (all tokens, where it "
+        "marked none), or on all.",
+    )
+    group.add_argument(
+        "--long-documents",
+        choices=["refuse", "cut"],
+        default="refuse",
+        help="With --pack-documents: what to do with documents that are longer than --seq-length.",
+    )
+    group.add_argument(
+        "--csbp-all-blocks",
+        action="store_true",
+        help="With --pack-documents: give every block corrupted rows, also those in which no row carries loss. For "
+        "ablation: it changes no loss and no gradient.",
+    )
+
+
 def _add_measuring_arguments(group: _Group) -> None:
     """Add what a run measures about itself."""
     group.add_argument(
@@ -126,8 +185,10 @@ def _add_measuring_arguments(group: _Group) -> None:
         "--csbp-timing",
         action="store_true",
         help="Log at every --log-interval how long computation stood still for the attention's collectives (timer "
-        "csbp-exposed-communication, over all ranks, also in TensorBoard) and clean tokens per second. On CUDA the "
-        "host then waits for the device once in an iteration.",
+        "csbp-exposed-communication, over all ranks, also in TensorBoard) and clean tokens per second, which "
+        "--log-throughput logs too. On CUDA the host then waits for the device once in an iteration, and with "
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 timing events may hold up what they time; megatron_csbp.tools.exposed_time "
+        "takes the figure from a profiler's trace.",
     )
 
 
@@ -170,7 +231,9 @@ def prepare_before_validation(args: Namespace, given: frozenset[str]) -> list[Ch
     check_before_megatron(args, given)
     if not is_block_diffusion(args):
         return []
-    args.diffusion_scheme = str(resolve_scheme(args.context_parallel_size, args.block_parallel_size))
+    args.diffusion_scheme = str(
+        resolve_scheme(args.context_parallel_size, args.block_parallel_size, args.context_scheme)
+    )
     fill_objective_defaults(args)
     changes = _Changes(args)
     group_size = max(args.context_parallel_size, args.block_parallel_size)
@@ -193,32 +256,62 @@ def prepare_after_validation(args: Namespace) -> list[Change]:
 
     Args:
         args: validated arguments; changed in place: `clean_seq_length` keeps L, `seq_length` becomes the rows of the
-            whole context group, 2L or (P+1)L for pure BP, so that pipeline shapes are right.
+            whole context group, (V+1)L or (V+P)L for pure BP, so that pipeline shapes are right.
     """
     if not is_block_diffusion(args):
         return []
     args.clean_seq_length = args.seq_length
     changes = _Changes(args)
-    layout = sequence_layout(args, rank=0)
-    changes.set("seq_length", layout.group_rows, "rows of both copies in one context group")
+    rows = static_plans(args, rank=0).rows
+    changes.set("seq_length", rows.num_rows * rows.sharding.group_size, "rows of all copies in one context group")
     return changes.made
 
 
-def sequence_layout(args: Namespace, rank: int) -> SequenceLayout:
-    """Return the layout of one rank of the context group.
+def static_plans(args: Namespace, rank: int) -> LayerPlans:
+    """Return rows and plans of one rank of the context group, for samples without a geometry of their own.
 
     Args:
         args: arguments after `prepare_after_validation` (or with `clean_seq_length` set).
         rank: rank in the context group.
     """
-    return SequenceLayout(
-        sequence_length=args.clean_seq_length,
-        block_size=args.diffusion_block_size,
-        group_size=args.context_parallel_size,
-        rank=rank,
-        scheme=Scheme(args.diffusion_scheme),
-        assignment=BlockAssignment(args.block_assignment),
-    )
+    return layer_plans(static_sample(args), sharding(args), rank)
+
+
+def static_sample(args: Namespace) -> Sample:
+    """Return the geometry of a sample: one document, all blocks active."""
+    return _static_sample(args.clean_seq_length, args.diffusion_block_size, args.corrupted_views)
+
+
+_static_sample = lru_cache(maxsize=8)(Sample)
+
+
+def sharding(args: Namespace) -> Sharding:
+    """Return how the flags spread a sample over the context group."""
+    return Sharding(args.context_parallel_size, Scheme(args.diffusion_scheme), BlockAssignment(args.block_assignment))
+
+
+def masks(args: Namespace) -> tuple[Mask, ...]:
+    """Return the masks of the model's layers, at most two: with and without the window of `--window-size`."""
+    numbers = range(1, args.num_layers + 1)
+    windows = dict.fromkeys(megatron_compat.layer_window(args, number) for number in numbers)
+    return tuple(layer_mask(args, window) for window in windows)
+
+
+def layer_mask(args: Namespace, window: int | None) -> Mask:
+    """Return the mask of layers with a window, or of those without."""
+    return Mask(CleanAttention(args.clean_attention), window, WindowAnchor(args.window_anchor))
+
+
+def plan_keys(args: Namespace) -> tuple[PlanKey, ...]:
+    """Return what the model's layers ask a sample's plans for, in training and in evaluation.
+
+    Args:
+        args: arguments with `csbp_whole_last_layer` set.
+    """
+    keys = dict.fromkeys((mask, True) for mask in masks(args))
+    if args.csbp_whole_last_layer is None:
+        keys[layer_mask(args, megatron_compat.layer_window(args, args.num_layers)), False] = None
+    return tuple(keys)
 
 
 class _Changes:

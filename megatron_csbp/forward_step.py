@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from megatron_csbp import megatron_compat
-from megatron_csbp.arguments import sequence_layout
-from megatron_csbp.loss.objectives.interface import LossSums, Objective
+from megatron_csbp.arguments import static_plans
 from megatron_csbp.loss.row_losses import LossRowSelection, RowLosses, select_loss_rows
+from megatron_csbp.objectives.interface import LossSums, Objective
 from megatron_csbp.reporting.instruments import Instruments
 from megatron_csbp.reporting.model_flops import ModelFlops
-from megatron_csbp.transformer.layout import SequenceLayout
-
-_INTEGER_KEYS = ("tokens", "position_ids", "labels", "num_tokens", "num_supervised")
-_FLOAT_KEYS = ("loss_weights",)
+from megatron_csbp.transformer.geometry.layer_plans import LayerPlans
+from megatron_csbp.transformer.sample_params import sample_params
 
 
 @dataclass
 class BlockDiffusionForwardStep:
     """One micro-batch forward, as Megatron's schedules call it.
+
+    Every rank that needs a micro-batch reads it itself. Sizes are known on the host, so nothing waits for the device.
 
     Attributes:
         args: Megatron's arguments.
@@ -40,19 +40,15 @@ class BlockDiffusionForwardStep:
     instruments: Instruments | None = None
 
     @cached_property
-    def _layout(self) -> SequenceLayout:
-        return sequence_layout(self.args, megatron_compat.context_parallel_rank())
+    def _static_plans(self) -> LayerPlans:
+        return static_plans(self.args, megatron_compat.context_parallel_rank())
 
     @cached_property
     def _flops(self) -> ModelFlops:
         return ModelFlops(self.args)
 
-    @cached_property
-    def _is_corrupted_S(self) -> Tensor:
-        return torch.from_numpy(self._layout.is_corrupted).to(megatron_compat.current_device())
-
     def __call__(
-        self, data_iterator: Iterator[dict[str, Tensor]] | None, model: Any, return_schedule_plan: bool = False
+        self, data_iterator: Iterator[dict[str, Any]] | None, model: Any, return_schedule_plan: bool = False
     ) -> tuple[Tensor, Any]:
         """Run one micro-batch.
 
@@ -65,35 +61,41 @@ class BlockDiffusionForwardStep:
             The stage's output and the loss function for the schedule.
         """
         assert not return_schedule_plan, "--overlap-moe-expert-parallel-comm is refused at start"
-        if self.instruments is not None:
-            self.instruments.before_micro_batch(model, self.args)
         with megatron_compat.batch_timer():
-            batch = self._next_batch(data_iterator, model)
-        if batch is None:
-            if model.training:
-                self._flops.count_micro_batch(model, loss_rows=0)
-            return model(None, None, None), None
-        selection = select_loss_rows(batch["labels"], batch["loss_weights"], self._is_corrupted_S)
+            data = next(data_iterator) if data_iterator is not None else None
+            own_plans = None if data is None else data.get("plans")
+            needs_batch = megatron_compat.stage_needs_batch(model)
+            batch, selection = self._batch(data, own_plans) if needs_batch else (None, None)
+        plans = own_plans or self._static_plans
+        if self.instruments is not None:
+            self.instruments.before_micro_batch(model, self.args, plans)
         if model.training:
-            self._flops.count_micro_batch(model, selection.rows_R.numel())
+            self._flops.count_micro_batch(model, plans.rows.sample, 0 if selection is None else selection.num_rows)
+        params = None if own_plans is None else sample_params(own_plans)
+        megatron_compat.use_rows_in_rotary(model, None if own_plans is None else own_plans.rows)
+        if batch is None or selection is None:
+            return model(None, None, None, packed_seq_params=params), None
         excluded = self.args.mask_token_id if self.objective.excludes_mask_logit else None
         output = model(
             batch["tokens"],
             batch["position_ids"],
             None,
+            packed_seq_params=params,
             output_processor=RowLosses(excluded, self.args.padded_vocab_size, self.args.csbp_loss_chunk_rows),
             output_processor_context=selection,
         )
         return output, partial(self._loss, batch, selection, evaluating=not model.training)
 
-    def _next_batch(self, data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) -> dict[str, Tensor] | None:
-        """Return the micro-batch on every rank of the tensor-parallel group; None on a middle pipeline stage."""
-        if not megatron_compat.stage_needs_batch(model):
-            return None
-        data = next(data_iterator) if data_iterator is not None else None
-        batch = megatron_compat.broadcast_in_tensor_parallel_group(_INTEGER_KEYS, data, torch.int64)
-        batch |= megatron_compat.broadcast_in_tensor_parallel_group(_FLOAT_KEYS, data, torch.float32)
-        return batch
+    def _batch(
+        self, data: dict[str, Any] | None, own_plans: LayerPlans | None
+    ) -> tuple[dict[str, Tensor], LossRowSelection]:
+        """Return the micro-batch and its rows with loss on this rank's device."""
+        assert data is not None, "a stage that embeds or computes the loss reads samples"
+        rows = (own_plans or self._static_plans).rows
+        device = megatron_compat.current_device()
+        selection = select_loss_rows(data["labels"], data["loss_weights"], torch.from_numpy(rows.is_corrupted))
+        batch = {name: value.to(device, non_blocking=True) for name, value in data.items() if name != "plans"}
+        return batch, selection.to(device)
 
     def _loss(
         self, batch: dict[str, Tensor], selection: LossRowSelection, losses_R: Tensor, *, evaluating: bool

@@ -6,8 +6,10 @@ first: `parse_and_validate_args` learns our flags, `gpt_config_from_args` return
 our datasets and forward step. Without block-diffusion flags the last two do what they always did.
 """
 
+import dataclasses
 import functools
 import inspect
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -21,12 +23,16 @@ def main() -> None:
     """Install the runtime, rebind the three names, and run the script as `__main__`."""
     from megatron_csbp import cpu_runtime
     from megatron_csbp.arguments import read_device
+    from megatron_csbp.configuration.hardware_queues import set_one_queue
     from megatron_csbp.errors import check_launcher, user_errors
 
     with user_errors():
         script = _script_path(sys.argv)
         check_launcher(sys.argv[2:])
+        queues = set_one_queue(sys.argv[2:], os.environ)
         runtime = cpu_runtime.install(read_device(sys.argv[2:]))  # type: ignore[arg-type]
+        if queues is not None and runtime.device == "cuda":
+            runtime = dataclasses.replace(runtime, notes=(*runtime.notes, queues))
 
         from megatron_csbp import megatron_compat
 

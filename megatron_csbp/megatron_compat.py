@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ def _already_compiled() -> None:
 def parse_and_validate_arguments(
     extra_args_provider: Callable[[ArgumentParser], ArgumentParser],
     args_defaults: dict[str, Any],
+    before_checkpoint: Callable[[Namespace], object],
     before_validation: Callable[[Namespace], None],
     after_validation: Callable[[Namespace], None],
 ) -> Namespace:
@@ -64,6 +65,8 @@ def parse_and_validate_arguments(
     Args:
         extra_args_provider: Adds flags to Megatron's parser.
         args_defaults: Values for arguments that the command line leaves at None.
+        before_checkpoint: Called with the parsed arguments if some are to come out of a checkpoint: the place to see
+            whether it can be read. Megatron leaves with status 0 where it cannot.
         before_validation: Called with the parsed arguments; what it changes, Megatron validates.
         after_validation: Called with the validated arguments, after Megatron has built tokenizer, timers, writers and
             the calculator of batch sizes, whose schedule counts tokens by ``args.seq_length``.
@@ -78,6 +81,7 @@ def parse_and_validate_arguments(
         checkpointing = importlib.import_module("megatron.training.checkpointing")
         if args.load is None and args.pretrained_checkpoint is None:
             raise ValueError("--use-checkpoint-args needs --load or --pretrained-checkpoint with a checkpoint folder.")
+        before_checkpoint(args)
         checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         checkpointing.load_args_from_checkpoint(args)
     before_validation(args)
@@ -107,6 +111,20 @@ def context_parallel_rank() -> int:
     return rank
 
 
+def layer_window(config: Any, layer_number: int) -> int | None:
+    """The window of a layer by ``--window-size LEFT,0`` and ``--window-attn-skip-freq``: LEFT + 1, or None for none.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        layer_number: Number of the layer in the whole model, from 1.
+    """
+    utils = importlib.import_module("megatron.core.transformer.utils")
+    if not utils.is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    left: int = config.window_size[0]
+    return None if left < 0 else left + 1
+
+
 def current_device() -> torch.device:
     """The device that Megatron's tensors live on (on the CPU runtime ``torch.cuda`` answers with the CPU)."""
     return torch.empty(0, device=torch.cuda.current_device()).device
@@ -127,13 +145,17 @@ def stage_needs_batch(model: Any) -> bool:
     )
 
 
-def broadcast_in_tensor_parallel_group(
-    keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Gives every tensor-parallel rank what the first one loaded; the others pass None."""
-    tensor_parallel = importlib.import_module("megatron.core.tensor_parallel")
-    batch: dict[str, Tensor] = tensor_parallel.broadcast_data(list(keys), data, dtype)
-    return batch
+def use_rows_in_rotary(model: Any, rows: Any) -> None:
+    """Tells a stage's rotary embedding the rows of the call that comes; see ``RowRotaryEmbedding.use``.
+
+    Args:
+        model: The (wrapped) stage; learned positions or a stage without layers have no rotary embedding.
+        rows: ``RankRows`` of the sample, or None for those of every sample.
+    """
+    unwrapped = importlib.import_module("megatron.core.utils").unwrap_model(model)
+    rotary = getattr(unwrapped, "rotary_pos_emb", None)
+    if rotary is not None:
+        rotary.use(rows)
 
 
 @contextlib.contextmanager
@@ -200,24 +222,16 @@ def output_layer_of_whole_rows(output_layer: Any, config: Any) -> Iterator[None]
         output_layer.sequence_parallel = config.sequence_parallel
 
 
-def load_checkpoint_arguments(folder: Path, iteration: int) -> Namespace | None:
-    """The arguments that a ``torch_dist`` checkpoint was saved with; None if there are none to read."""
-    dist_checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
-    path = folder / f"iter_{iteration:07d}"
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        return None
-    args: Namespace | None = dist_checkpointing.load_common_state_dict(str(path)).get("args")
-    return args
+def rank_loads_data(vp_stage: int | None = None, on_every_stage: bool = False) -> bool:
+    """Whether this rank reads samples: its stage embeds tokens or computes the loss, or all stages do.
 
-
-def rank_loads_data(vp_stage: int | None = None) -> bool:
-    """Whether this rank reads samples: the first tensor-parallel rank of a stage that embeds or computes the loss."""
-    mpu = importlib.import_module("megatron.core.parallel_state")
-    return mpu.get_tensor_model_parallel_rank() == 0 and rank_loads_data_group(vp_stage)
+    Every tensor-parallel rank reads for itself: it then knows all sizes on the host, and nothing is broadcast.
+    """
+    return on_every_stage or rank_loads_data_group(vp_stage)
 
 
 def rank_loads_data_group(vp_stage: int | None = None) -> bool:
-    """Whether this rank's tensor-parallel group gets samples: its stage embeds tokens or computes the loss."""
+    """Whether this rank's stage gets samples in any case: it embeds tokens or computes the loss."""
     utils = importlib.import_module("megatron.training.utils")
     return bool(utils.is_first_or_last_pipeline_stage(vp_stage))
 

@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,11 +20,11 @@ from megatron_csbp.parallel_state_ext import (
 )
 from megatron_csbp.transformer.core_attention import BlockDiffusionSettings, CSBPCoreAttention
 from megatron_csbp.transformer.corrupted_rows import CorruptedRows
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.last_layer import holds_last_layer, last_layer_spec
 from megatron_csbp.transformer.layer_specs import with_core_attention
-from megatron_csbp.transformer.layout import Scheme
 from megatron_csbp.transformer.norm import with_sequence_parallel_norm
-from megatron_csbp.transformer.rotary import LayoutRotaryEmbedding
+from megatron_csbp.transformer.rotary import RowRotaryEmbedding
 
 
 @dataclass(kw_only=True)
@@ -32,6 +33,8 @@ class BlockDiffusionModelConfig(GPTModelConfig):
 
     builder: ClassVar[str] = "megatron_csbp.model.BlockDiffusionModelBuilder"
     block_diffusion: BlockDiffusionSettings | None = None
+    check_weights: Callable[[list[GPTModel], Any], None] | None = None
+    """Called with the built stages and the pipeline group, before a checkpoint is loaded into them."""
 
 
 class BlockDiffusionModelBuilder(GPTModelBuilder):
@@ -55,8 +58,8 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
         self._model_config.transformer_layer_spec = functools.partial(self._layer_spec, pg_collection=pg_collection)
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
         if hasattr(model, "rotary_pos_emb"):
-            layout = self._settings.layout(pg_collection.cp.size(), pg_collection.cp.rank())
-            model.rotary_pos_emb = LayoutRotaryEmbedding(model.rotary_pos_emb, layout)
+            rows = self._settings.plans(pg_collection.cp.rank()).rows
+            model.rotary_pos_emb = RowRotaryEmbedding(model.rotary_pos_emb, rows)
         return model
 
     def build_distributed_models(
@@ -66,12 +69,17 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
 
         Weights start the same whatever the size of the context group.
         """
-        divides_blocks = self._settings.scheme in (Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
+        divides_blocks = self._settings.sharding.scheme in (
+            Scheme.BLOCK_PARALLEL,
+            Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL,
+        )
         if block_parallel_is_initialized():
             destroy_block_parallel()  # of an earlier model in this process
         initialize_block_parallel(pg_collection.cp.size() if divides_blocks else 1)
         megatron_start.restart_default_generator()
         models: list[GPTModel] = super().build_distributed_models(pg_collection, *args, **kwargs)
+        if self._model_config.check_weights is not None:
+            self._model_config.check_weights(models, pg_collection.pp)
         return models
 
     def _layer_spec(
@@ -93,8 +101,8 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
         core_attention = functools.partial(CSBPCoreAttention, settings=self._settings)
         spec = with_core_attention(spec, core_attention)
         if drops_clean_rows and holds_last_layer(config.transformer, spec, vp_stage, pg_collection.pp.rank()):
-            layout = self._settings.layout(pg_collection.cp.size(), pg_collection.cp.rank())
-            rows = CorruptedRows(layout, pg_collection.tp, config.transformer.sequence_parallel)
+            rank_rows = self._settings.plans(pg_collection.cp.rank()).rows
+            rows = CorruptedRows(rank_rows, pg_collection.tp, config.transformer.sequence_parallel)
             *others, last = spec.layer_specs
             core_attention = functools.partial(core_attention, drops_clean_rows=True)
             spec.layer_specs = [*others, last_layer_spec(last, core_attention, rows)]

@@ -4,6 +4,8 @@
 Runs Megatron's own `pretrain`. Without block-diffusion flags it trains the plain autoregressive GPT.
 """
 
+import dataclasses
+import os
 import sys
 import time
 from argparse import Namespace
@@ -16,11 +18,15 @@ def main() -> None:
     """Choose the device, then hand over to Megatron."""
     from megatron_csbp import cpu_runtime
     from megatron_csbp.arguments import is_block_diffusion, read_device
+    from megatron_csbp.configuration.hardware_queues import set_one_queue
     from megatron_csbp.errors import check_launcher, user_errors
 
     with user_errors():
         check_launcher(sys.argv[1:])
+        queues = set_one_queue(sys.argv[1:], os.environ)
         runtime = cpu_runtime.install(read_device(sys.argv[1:]))  # type: ignore[arg-type]
+        if queues is not None and runtime.device == "cuda":
+            runtime = dataclasses.replace(runtime, notes=(*runtime.notes, queues))
 
         from megatron_csbp import autoregressive, megatron_compat, training_setup
 

@@ -4,11 +4,14 @@
 Import it after the CPU runtime is installed: it needs Megatron.
 """
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
+import torch
 
 # Bound here, before `launch` rebinds the name in its module.
 from megatron.training.argument_utils import gpt_config_from_args
@@ -16,27 +19,34 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron_csbp import arguments, megatron_compat, megatron_start
 from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
-from megatron_csbp.configuration.checkpoint_rules import check_resume, use_checkpoint_length
+from megatron_csbp.configuration.checkpoint_rules import check_files, check_start, use_checkpoint_length
 from megatron_csbp.configuration.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
+from megatron_csbp.configuration.flag_names import FlagNames
+from megatron_csbp.configuration.hardware_queues import check_one_queue
 from megatron_csbp.configuration.objective_flags import objective_from_args
+from megatron_csbp.configuration.output_folders import check_output_folders
+from megatron_csbp.configuration.packing_rules import check_own_geometries
 from megatron_csbp.configuration.performance_arguments import (
     fill_head_groups,
     fill_loss_chunk_rows,
     why_last_layer_is_whole,
 )
+from megatron_csbp.configuration.run_lock import check_lock, hold_lock
 from megatron_csbp.configuration.runtime_arguments import adapt_to_runtime
+from megatron_csbp.configuration.training_rules import check_training
+from megatron_csbp.configuration.weight_rules import check_weights
 from megatron_csbp.cpu_runtime import RuntimeInfo
-from megatron_csbp.data.datasets import build_train_valid_test_datasets
+from megatron_csbp.data.datasets import SampleOf, build_train_valid_test_datasets
+from megatron_csbp.data.full_validation import correct_full_validation_now
 from megatron_csbp.data.validation import validate_data_files
-from megatron_csbp.errors import say_errors_in_one_line
+from megatron_csbp.errors import say_errors_in_one_line, user_errors
 from megatron_csbp.forward_step import BlockDiffusionForwardStep
 from megatron_csbp.model import BlockDiffusionModelConfig
 from megatron_csbp.reporting.instruments import instruments_from_args
 from megatron_csbp.reporting.start_summary import print_start_summary
 from megatron_csbp.torch_adam import correct_distributed_optimizer_now
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.core_attention import GRAD_REDUCE_DTYPES, BlockDiffusionSettings
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, WindowAnchor
 from megatron_csbp.transformer.query_scale import query_scale
 
 ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
@@ -62,12 +72,14 @@ def parse_and_validate_args(
     yaml_path, sys.argv[1:] = take_yaml_flag(sys.argv[1:])
     given: set[str] = flags_given(sys.argv[1:])
     changes: list[Change] = []
+    parsers: list[ArgumentParser] = []
 
     def add_flags(parser: ArgumentParser) -> ArgumentParser:
         parser = extra_args_provider(parser) if extra_args_provider is not None else parser
         parser = arguments.add_arguments(parser)
         megatron_compat.make_help_printable(parser)
         say_errors_in_one_line(parser)
+        parsers.append(parser)
         if set_defaults is not None:
             set_defaults(parser)
         if yaml_path is not None:
@@ -82,24 +94,48 @@ def parse_and_validate_args(
             )
         if args.use_checkpoint_args and "--seq-length" not in given:
             use_checkpoint_length(args)
+        if runtime.device == "cuda":
+            capability = torch.cuda.get_device_properties(0).major
+            check_one_queue(args, capability, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
         changes.extend(adapt_to_runtime(args, runtime))
         changes.extend(arguments.prepare_before_validation(args, frozenset(given)))
+        check_training(args)
 
     def after(args: Namespace) -> None:
         changes.extend(arguments.prepare_after_validation(args))
+        if arguments.is_block_diffusion(args) and has_own_geometries(args):
+            check_own_geometries(args)
+            # Stages tell one another the rows of each micro-batch, since no two need have as many.
+            args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
 
-    args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, before, after)
+    args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
         check_vocabulary(args, megatron_start.eod_token_id())
-        layout = arguments.sequence_layout(args, rank=0)
-        fill_head_groups(args, AttentionPlan(layout, CleanAttention(args.clean_attention)))
+        plans = arguments.static_plans(args, rank=0)
+        fill_head_groups(args, [plans.plan(mask) for mask in arguments.masks(args)])
         fill_loss_chunk_rows(args)
         args.csbp_whole_last_layer = why_last_layer_is_whole(args, objective_from_args(args).loss_on_clean_rows)
         validate_data_files(args)
         correct_distributed_optimizer_now()
-    check_resume(args)
-    print_start_summary(args, runtime, changes)
+        if args.full_validation:
+            correct_full_validation_now(args)
+    start = check_start(args, FlagNames(parsers[-1]))
+    take_output_folders(args)
+    print_start_summary(args, runtime, changes, start)
     return args
+
+
+def take_output_folders(args: Namespace) -> None:
+    """Try every folder that the run writes into, and keep other runs out of the one with its checkpoints.
+
+    Raises:
+        ValueError: a folder cannot be written into, or another run saves there.
+    """
+    check_output_folders(args)
+    if args.save is not None and "://" not in args.save and not args.skip_train:
+        check_lock(args.save)
+        if args.rank == 0:
+            hold_lock(args.save)
 
 
 def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
@@ -111,31 +147,54 @@ def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
     """
     config = gpt_config_from_args(args, model_config_cls=BlockDiffusionModelConfig, **kwargs)
     config.block_diffusion = BlockDiffusionSettings(
-        sequence_length=args.clean_seq_length,
-        block_size=args.diffusion_block_size,
-        scheme=Scheme(args.diffusion_scheme),
-        assignment=BlockAssignment(args.block_assignment),
+        sample=arguments.static_sample(args),
+        sharding=arguments.sharding(args),
         clean_attention=CleanAttention(args.clean_attention),
+        window_anchor=WindowAnchor(args.window_anchor),
         backend=args.csbp_attention_backend,
         num_head_groups=args.csbp_head_groups,
         grad_reduce_dtype=GRAD_REDUCE_DTYPES[args.csbp_grad_reduce_dtype],
         last_layer_drops_clean_rows=args.csbp_whole_last_layer is None,
         query_scale=query_scale(args.query_scale_beta, args.yarn_original_max_position_embeddings),
     )
+
+    def check(models: list[Any], pipeline_group: Any) -> None:
+        with user_errors():
+            check_weights(args, models, pipeline_group)
+
+    config.check_weights = check
     return config
+
+
+def sample_of_from_args(args: Namespace) -> SampleOf | None:
+    """Return the geometry of single samples; None: all have that of the flags.
+
+    Megatron's datasets cut whole samples of one document. Whoever brings data of another kind (documents with edges,
+    few active blocks) puts a function of its own here before the entry runs.
+    """
+    return None
+
+
+def has_own_geometries(args: Namespace) -> bool:
+    """Return whether samples differ in their geometry: packed documents, or `sample_of_from_args`."""
+    return bool(args.pack_documents) or sample_of_from_args(args) is not None
 
 
 def datasets_provider(args: Namespace) -> Callable[..., Any]:
     """Return the `train_valid_test_dataset_provider` that yields the rows of this rank."""
+    sample_of = sample_of_from_args(args)
+    on_every_stage = args.full_validation or has_own_geometries(args)
 
     def provide(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
         return build_train_valid_test_datasets(
             args,
             num_samples,
-            arguments.sequence_layout(args, megatron_compat.context_parallel_rank()),
+            arguments.static_plans(args, megatron_compat.context_parallel_rank()),
             objective_from_args(args),
             vp_stage=vp_stage,
-            is_built=partial(megatron_compat.rank_loads_data, vp_stage),
+            is_built=partial(megatron_compat.rank_loads_data, vp_stage, on_every_stage=on_every_stage),
+            sample_of=sample_of,
+            plan_keys=arguments.plan_keys(args),
         )
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # Megatron then builds the datasets on every rank

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's text and tokenizer: the longest sources of Python's standard library, and a small BPE trained on them."""
+"""The demo's text: the longest sources of Python's standard library."""
 
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 
-END_OF_DOCUMENT = "<|endoftext|>"
-MASK = "<|mask|>"
-"""Stands for a corrupted token. No text contains it, so the tokenizer never yields its id on real data."""
+import numpy as np
+
+MASK_ID = 1
+"""The id of the mask in the tokenizer that is trained here: special tokens come first."""
 
 LONGEST_BYTES = 200_000
 """Longer files of the standard library are tables, not programs."""
@@ -40,31 +40,15 @@ def standard_library_documents(total_bytes: int) -> list[Path]:
     )
 
 
-def build_tokenizer(documents: Sequence[Path], folder: Path, vocab_size: int) -> int:
-    """Train a byte-level BPE, save it for `--tokenizer-type HuggingFaceTokenizer`, and return the id of the mask.
+def entropy_of_tokens(prefix: Path) -> float:
+    """Return the entropy of the single tokens of an indexed dataset, in nats: the best loss without any context.
 
     Args:
-        documents: UTF-8 text files.
-        folder: where to save.
-        vocab_size: tokens, the special ones included.
+        prefix: of the dataset's files.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT, MASK],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((document.read_text(encoding="utf-8") for document in documents), trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_DOCUMENT, mask_token=MASK)
-    fast.save_pretrained(str(folder))
-    mask_token_id: int = tokenizer.token_to_id(MASK)
-    return mask_token_id
+    counts = np.bincount(np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16))
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
 
 
 def _is_utf8(path: Path) -> bool:

@@ -11,13 +11,21 @@ from argparse import Namespace
 
 from megatron_csbp.configuration.file_rules import check_folders, check_ledger, check_tokenizer_folder
 from megatron_csbp.configuration.model_rules import check_heads, check_recomputation, check_world_size
-from megatron_csbp.configuration.objective_flags import check_objective
+from megatron_csbp.configuration.objective_flags import check_objective, num_views
+from megatron_csbp.configuration.packing_rules import check_packing
 from megatron_csbp.configuration.performance_arguments import check_head_groups, check_loss_chunk_rows
 from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
-from megatron_csbp.transformer.layout import length_error, required_multiple, resolve_scheme
+from megatron_csbp.transformer.geometry.scheme import length_error, required_multiple, resolve_scheme
 
 _OWN_FLAGS = (
     "--mask-token-id",
+    "--context-scheme",
+    "--corrupted-views",
+    "--window-anchor",
+    "--pack-documents",
+    "--loss-on",
+    "--long-documents",
+    "--csbp-all-blocks",
     "--diffusion-objective",
     "--clean-attention",
     "--diffusion-loss-weight",
@@ -54,6 +62,8 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
         check_world_size,
         check_heads,
         check_recomputation,
+        check_views,
+        check_window,
         check_length,
         check_sequence_parallel_rows,
         check_mask_token,
@@ -72,6 +82,7 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
     ):
         rule(args)
     check_dropout(args, given)
+    check_packing(args, given)
 
 
 def check_no_flag_without_block_size(args: Namespace, given: frozenset[str]) -> None:
@@ -105,7 +116,28 @@ def check_scheme(args: Namespace) -> None:
     ):
         if size < 1:
             raise ValueError(f"{flag} {size} must be at least 1; 1 means no division of a sequence over ranks.")
-    resolve_scheme(args.context_parallel_size, args.block_parallel_size)
+    resolve_scheme(args.context_parallel_size, args.block_parallel_size, args.context_scheme)
+
+
+def check_views(args: Namespace) -> None:
+    """V >= 1."""
+    if args.corrupted_views is not None and args.corrupted_views < 1:
+        raise ValueError(
+            f"--corrupted-views {args.corrupted_views} must be at least 1 copy of a sample; 1 is the default."
+        )
+
+
+def check_window(args: Namespace) -> None:
+    """A window looks back: block diffusion has no keys behind a row but those of its own block."""
+    if args.window_size is None:
+        return
+    left, right = args.window_size
+    if left < 0 or right != 0:
+        raise ValueError(
+            f"--window-size {left},{right} must be LEFT,0: a row sees the LEFT clean tokens before its own position "
+            f"(or block, see --window-anchor). Use for example --window-size {max(1023, left)},0, or leave it out for "
+            "full attention."
+        )
 
 
 def check_length(args: Namespace) -> None:
@@ -124,7 +156,8 @@ def check_sequence_parallel_rows(args: Namespace) -> None:
         return
     group_size = max(args.context_parallel_size, args.block_parallel_size)
     replicated = args.context_parallel_size == 1 and args.block_parallel_size > 1
-    rows = args.seq_length // group_size + (args.seq_length if replicated else args.seq_length // group_size)
+    chunks = args.seq_length // group_size
+    rows = num_views(args) * chunks + (args.seq_length if replicated else chunks)
     if rows % args.tensor_model_parallel_size:
         multiple = group_size * args.tensor_model_parallel_size * args.diffusion_block_size * 2
         raise ValueError(

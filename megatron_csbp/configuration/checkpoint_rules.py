@@ -1,11 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A resumed run keeps what its noise and its loss are made of."""
+"""What a run may ask of the checkpoint that it loads: files, network, vocabulary, and what a resumed run keeps."""
 
 from argparse import Namespace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from megatron_csbp import megatron_compat
+from megatron_csbp import megatron_checkpoints
+from megatron_csbp.configuration.checkpoint_folder import (
+    Checkpoint,
+    check_format,
+    check_sizes,
+    checkpoint_to_load,
+    readable,
+)
+from megatron_csbp.configuration.flag_names import FlagNames
+from megatron_csbp.configuration.network_rules import check_network
+from megatron_csbp.configuration.optimizer_rules import check_optimizer
+from megatron_csbp.configuration.vocabulary_rules import check_padded_vocabulary
 
+_NEW_RUN = "--finetune to start a new run from these weights"
 _FIXED = (
     "diffusion_block_size",
     "mask_token_id",
@@ -18,129 +32,122 @@ _FIXED = (
     "clean_seq_length",
     "eod_mask_loss",
     "seed",
-    "rotary_base",
-    "rotary_percent",
     "query_scale_beta",
 )
-_MODEL = (
-    "num_layers",
-    "hidden_size",
-    "swiglu",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "padded_vocab_size",
-    "position_embedding_type",
-    "normalization",
-    "qk_layernorm",
-    "add_bias_linear",
-    "untie_embeddings_and_output_weights",
-    "num_experts",
-)
-_OPTIMIZER = ("bf16", "fp16", "use_distributed_optimizer", "lr", "min_lr")
-_FLAGS = {"clean_seq_length": "--seq-length", "add_bias_linear": "--disable-bias-linear"}
 
 
-def check_resume(args: Namespace) -> None:
-    """Compare with the arguments in the checkpoint that `--load` resumes.
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from.
 
-    `--finetune` starts a new run from old weights, and a checkpoint of a plain autoregressive run has no
-    block-diffusion arguments: both may differ. The model's sizes may not, in either case.
+    Attributes:
+        checkpoint: None for random weights.
+        is_resumed: whether an earlier run goes on, with its iteration.
+        notes: what differs from the checkpoint and may, for the start summary.
+    """
+
+    checkpoint: Checkpoint | None = None
+    is_resumed: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def check_start(args: Namespace, flags: FlagNames | None = None) -> Start:
+    """Hold a run against the checkpoint that it will load, by whatever flag.
+
+    `--finetune`, `--pretrained-checkpoint` and a release start a new run from old weights. Then the noise and the loss
+    may differ, unless the checkpoint says that they are the same run's; the network may not.
+
+    Args:
+        args: validated arguments.
+        flags: how arguments are spelled.
+
+    Returns:
+        What the run starts from.
 
     Raises:
-        ValueError: block size, mask id, objective, schedule or another argument of `_FIXED` differs, or one of the
-            model or of the optimizer.
+        ValueError: files that cannot be read; another network; another vocabulary; in a resumed run another noise,
+            loss or optimizer, or nothing left to train.
     """
-    saved = _saved_arguments(args, args.load)
+    flags = flags or FlagNames()
+    found = check_files(args)
+    if found is None:
+        return Start()
+    checkpoint, state = found
+    starts_anew = args.finetune or checkpoint.flag.startswith("--pretrained-checkpoint")
+    is_resumed = not starts_anew and not checkpoint.is_release
+    notes: list[str] = []
+    saved: Namespace | None = state.get("args")
     if saved is None:
-        return
-    for name in _MODEL:
-        before, now = _model_value(saved, name), _model_value(args, name)
-        if before is not None and now is not None and before != now:
-            differs, use = _in_words(name, before, now)
-            raise ValueError(
-                f"{differs} in the checkpoint that --load {args.load} names: its weights do not fit. {use}."
-            )
-    if not args.finetune and not args.no_load_optim and not getattr(saved, "no_save_optim", None):
-        _check_optimizer(args, saved)
-    if args.finetune or getattr(saved, "diffusion_block_size", None) is None:
+        return Start(checkpoint, is_resumed, ["the checkpoint has no arguments to compare with this run's"])
+    if not args.moe_use_upcycling:  # which makes another network of the weights on purpose
+        notes += check_network(args, saved, checkpoint.flag, is_resumed, flags)
+    notes += check_padded_vocabulary(args, saved, checkpoint.flag)
+    if not starts_anew:
+        _check_noise_and_loss(args, saved, checkpoint.flag, flags)
+    if is_resumed:
+        _check_work_left(args, saved, checkpoint, state)
+        check_optimizer(args, saved, state, checkpoint.flag, flags)
+    return Start(checkpoint, is_resumed, notes)
+
+
+def _check_noise_and_loss(args: Namespace, saved: Namespace, source: str, flags: FlagNames) -> None:
+    """A resumed run keeps its noise and its loss; a checkpoint of an autoregressive run has none to keep."""
+    if getattr(saved, "diffusion_block_size", None) is None:
         return
     if args.diffusion_block_size is None:
         raise ValueError(
-            f"--load {args.load} resumes a block-diffusion run, but --diffusion-block-size is not given: training "
-            f"would go on with another loss. Give --diffusion-block-size {saved.diffusion_block_size} and the run's "
-            "other flags, or --finetune to start a plain run from these weights."
+            f"{source} resumes a block-diffusion run, but --diffusion-block-size is not given: training would go on "
+            f"with another loss. Give --diffusion-block-size {saved.diffusion_block_size} and the run's other flags, "
+            "or --finetune to start a plain run from these weights."
         )
     for name in _FIXED:
         before, now = getattr(saved, name, None), getattr(args, name)
         if before != now:
-            differs, use = _in_words(name, before, now)
+            differs, use = flags.difference(name, before, now)
             raise ValueError(
-                f"{differs} in the checkpoint that --load {args.load} resumes: a run keeps its noise and its loss. "
-                f"{use}, or --finetune to start a new run from these weights."
+                f"{differs} in the checkpoint that {source} resumes: a run keeps its noise and its loss. {use}, or "
+                f"{_NEW_RUN}."
             )
 
 
-def _check_optimizer(args: Namespace, saved: Namespace) -> None:
-    """Check that the optimizer's state can be found again: Megatron looks it up by all of these."""
-    for name in _OPTIMIZER:
-        before, now = getattr(saved, name, None), getattr(args, name)
-        if hasattr(saved, name) and before != now:
-            differs, use = _in_words(name, before, now)
-            raise ValueError(
-                f"{differs} in the checkpoint that --load {args.load} resumes: its optimizer state does not fit. "
-                f"{use}, or --no-load-optim to start the optimizer anew."
-            )
+def _check_work_left(args: Namespace, saved: Namespace, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
+    """A run that has nothing left to train would end with status 0, as if it had trained."""
+    if args.skip_train:
+        return
+    other_loss = args.diffusion_block_size is not None and getattr(saved, "diffusion_block_size", None) is None
+    hint = " (the checkpoint is of an autoregressive run, whose iterations would count)" if other_loss else ""
+    done, flag, given = state.get("iteration", checkpoint.iteration), "--train-iters", args.train_iters
+    if args.train_samples:
+        done, flag, given = getattr(saved, "consumed_train_samples", 0), "--train-samples", args.train_samples
+    if given is not None and done >= given:
+        raise ValueError(
+            f"{checkpoint.flag} has done {done} of {flag} {given}: nothing is left to train{hint}. Use {_NEW_RUN}; or "
+            f"go on with {flag} above {done} and --override-opt-param-scheduler, which takes the "
+            "learning-rate schedule from the flags; or only evaluate with --skip-train."
+        )
 
 
-def _model_value(args: Namespace, name: str) -> object:
-    """Return an argument of the model as it takes effect; None if it is not known."""
-    if name == "num_query_groups" and not getattr(args, "group_query_attention", True):
-        return getattr(args, "num_attention_heads", None)  # Megatron fills it in so, but only later in a run
-    if name == "num_experts" and hasattr(args, name):
-        return args.num_experts or 0
-    return getattr(args, name, None)
+def check_files(args: Namespace) -> tuple[Checkpoint, Mapping[str, Any]] | None:
+    """Check that what a run will load can be read.
 
+    Returns:
+        The checkpoint and what it says of itself; None where the run starts from random weights.
 
-def _in_words(name: str, before: object, now: object) -> tuple[str, str]:
-    """Say how an argument differs from a checkpoint's, and what to use."""
-    flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
-    if name == "num_experts" and not before:
-        return f"{flag} {now} is given and was not", f"Leave out {flag}"
-    if not isinstance(now, bool):
-        return f"{flag} {now} differs from {before}", f"Use {flag} {before}"
-    given = now != (name == "add_bias_linear")  # --disable-bias-linear says the opposite
-    differs = f"{flag} is given and was not" if given else f"{flag} is not given and was"
-    return differs, f"{'Leave out' if given else 'Add'} {flag}"
+    Raises:
+        ValueError: it cannot. Sizes of files are looked at on the first rank only.
+    """
+    checkpoint = checkpoint_to_load(args)
+    if checkpoint is None:
+        return None
+    check_format(checkpoint)
+    if args.rank == 0:
+        check_sizes(checkpoint)
+    return checkpoint, readable(checkpoint, megatron_checkpoints.common_state)
 
 
 def use_checkpoint_length(args: Namespace) -> None:
     """Take L, not the row count, where `--use-checkpoint-args` supplies `--seq-length` from a block-diffusion run."""
-    saved = _saved_arguments(args, args.load) or _saved_arguments(args, args.pretrained_checkpoint)
+    found = check_files(args)
+    saved = found[1].get("args") if found is not None else None
     if saved is not None and getattr(saved, "clean_seq_length", None) is not None:
         args.seq_length = saved.clean_seq_length
-
-
-def _saved_arguments(args: Namespace, folder: str | None) -> Namespace | None:
-    """Return the arguments in the checkpoint in a folder; None if there is no such checkpoint."""
-    if folder is None:
-        return None
-    iteration = args.ckpt_step if args.ckpt_step is not None else latest_iteration(Path(folder))
-    if iteration is None:
-        return None
-    if not (Path(folder) / f"iter_{iteration:07d}").is_dir():
-        source = "latest_checkpointed_iteration.txt names it" if args.ckpt_step is None else "--ckpt-step asks for it"
-        there = sorted(int(path.name[5:]) for path in Path(folder).glob("iter_*") if path.name[5:].isdigit())
-        raise ValueError(
-            f"{folder} has no checkpoint of iteration {iteration} ({source}); it has "
-            f"{', '.join(map(str, there)) or 'none'}. Choose one with --ckpt-step, or leave out --load."
-        )
-    return megatron_compat.load_checkpoint_arguments(Path(folder), iteration)
-
-
-def latest_iteration(folder: Path) -> int | None:
-    """Return the iteration in Megatron's tracker file; None if there is no checkpoint or it is a release."""
-    tracker = folder / "latest_checkpointed_iteration.txt"
-    text = tracker.read_text().strip() if tracker.is_file() else ""
-    return int(text) if text.isdigit() else None

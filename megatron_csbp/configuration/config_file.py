@@ -79,6 +79,19 @@ def set_defaults_from_yaml(parser: ArgumentParser, path: Path) -> set[str]:
     return given
 
 
+def switches_and_values(path: Path) -> dict[str, Any]:
+    """Return what a YAML file says, by flag name with underscores; nothing if it cannot be read.
+
+    For those who look at a few flags before the parser that knows all of them reads the file, and reports its faults.
+    """
+    try:
+        document = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError):
+        return {}
+    settings = _flatten(document) if isinstance(document, dict) else ()
+    return {name: value for key, setting in settings for name, value in _translate(key, setting).items()}
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
     """Reads YAML, and refuses a key that comes twice in one mapping, of which YAML would keep the last."""
 

@@ -3,8 +3,8 @@
 
 from argparse import Namespace
 
-from megatron_csbp.loss.objectives import OBJECTIVES, Objective, ObjectiveConfig, build_objective
-from megatron_csbp.transformer.attention_plan import CleanAttention
+from megatron_csbp.objectives import OBJECTIVES, Objective, ObjectiveConfig, build_objective
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 
 
 def objective_from_args(args: Namespace) -> Objective:
@@ -21,6 +21,7 @@ def objective_from_args(args: Namespace) -> Objective:
             noise_eps=args.noise_eps,
             diffusion_loss_weight=args.diffusion_loss_weight,
             ar_loss_weight=args.ar_loss_weight,
+            num_views=args.corrupted_views,
         )
     )
 
@@ -38,10 +39,18 @@ def check_objective(args: Namespace) -> None:
 
 
 def fill_objective_defaults(args: Namespace) -> None:
-    """Fill in what the objective trains with where a flag is not given: clean attention and weights of the loss."""
+    """Fill in what the objective trains with where a flag is not given: views, clean attention, loss weights."""
     objective = OBJECTIVES[args.diffusion_objective]
+    args.corrupted_views = num_views(args)
     args.clean_attention = args.clean_attention or str(objective.default_clean_attention)
     if args.diffusion_loss_weight is None:
         args.diffusion_loss_weight = objective.default_diffusion_loss_weight
     if args.ar_loss_weight is None:
         args.ar_loss_weight = objective.default_ar_loss_weight
+
+
+def num_views(args: Namespace) -> int:
+    """Return V, the corrupted copies of a sample, by flag or by the objective's default."""
+    default = OBJECTIVES[args.diffusion_objective].default_num_views
+    views: int = default if args.corrupted_views is None else args.corrupted_views
+    return views

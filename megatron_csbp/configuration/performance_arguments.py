@@ -6,10 +6,12 @@ Imports nothing of Megatron.
 
 import argparse
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan
+from megatron_csbp.transformer.geometry.plan import AttentionPlan
+from megatron_csbp.transformer.geometry.scheme import CopyKind
+from megatron_csbp.transformer.geometry.transfers import row_bytes
 from megatron_csbp.transformer.head_groups import default_head_groups
-from megatron_csbp.transformer.layout import Stream
 from megatron_csbp.transformer.traffic_ledger import Collective
 
 # Fewer rows at a time would leave the output layer's matrix product too small to be efficient.
@@ -74,16 +76,17 @@ def check_loss_chunk_rows(args: Namespace) -> None:
         )
 
 
-def fill_head_groups(args: Namespace, plan: AttentionPlan) -> None:
-    """Choose the number of head groups unless the user did.
+def fill_head_groups(args: Namespace, plans: Sequence[AttentionPlan]) -> None:
+    """Choose the number of head groups unless the user did, for the layers that gather most.
 
     Args:
         args: validated arguments; changed in place.
-        plan: any rank's plan.
+        plans: any rank's plans of the model's layers.
     """
     if args.csbp_head_groups is None:
-        heads, itemsize = local_key_value_heads(args), args.params_dtype.itemsize
-        clean_bytes = plan.gathered_bytes(Stream.CLEAN, heads, args.kv_channels, itemsize, args.micro_batch_size)
+        heads = local_key_value_heads(args)
+        per_row = row_bytes(heads, args.kv_channels, args.params_dtype.itemsize, args.micro_batch_size)
+        clean_bytes = max(plan.clean.buffer_bytes(per_row) for plan in plans)
         args.csbp_head_groups = default_head_groups(heads, clean_bytes, recomputes=recomputes_attention(args))
 
 
@@ -115,7 +118,7 @@ def why_last_layer_is_whole(args: Namespace, loss_on_clean_rows: bool) -> str | 
         args: validated arguments.
         loss_on_clean_rows: whether the objective asks the clean copy for something.
     """
-    corrupted = args.clean_seq_length // args.context_parallel_size
+    corrupted = args.corrupted_views * args.clean_seq_length // args.context_parallel_size
     reasons = {
         "the objective has a loss on the clean copy": loss_on_clean_rows,
         "experts balance their load over both copies": args.num_experts is not None,
@@ -143,24 +146,27 @@ def local_key_value_heads(args: Namespace) -> int:
     return max(1, heads)
 
 
-def unit_bytes(
+def exchange_bytes(
     args: Namespace,
     plan: AttentionPlan,
-    stream: Stream,
+    copies: CopyKind,
     collective: Collective = Collective.GATHER,
     micro_batch_size: int | None = None,
 ) -> int:
-    """Return the closed form of the bytes that one exchange of one copy brings to this rank from others.
+    """Return the bytes that one exchange of one kind of copies brings to this rank from others, all heads.
 
     Args:
         args: Megatron's validated arguments.
         plan: the rank's plan.
-        stream: the copy.
+        copies: clean or corrupted.
         collective: what is done; gradients may have a dtype of their own.
         micro_batch_size: sequences; those of training by default.
     """
     itemsize: int = args.params_dtype.itemsize
-    if collective is Collective.REDUCE_SCATTER and args.csbp_grad_reduce_dtype is not None:
+    reduces = collective is Collective.REDUCE_SCATTER
+    if reduces and args.csbp_grad_reduce_dtype is not None:
         itemsize = GRAD_REDUCE_ITEMSIZES[args.csbp_grad_reduce_dtype]
-    heads = local_key_value_heads(args)
-    return plan.remote_bytes(stream, heads, args.kv_channels, itemsize, micro_batch_size or args.micro_batch_size)
+    sequences = micro_batch_size or args.micro_batch_size
+    per_row = row_bytes(local_key_value_heads(args), args.kv_channels, itemsize, sequences)
+    transfer = plan.transfer(copies)
+    return transfer.reduce_bytes(per_row) if reduces else transfer.gather_bytes(per_row)

@@ -63,9 +63,17 @@ UNSUPPORTED = (
         "use --ckpt-format torch_dist",
         _one_of(None, "torch_dist"),
     ),
+    Unsupported(
+        "ddp_average_in_collective", "ranks count different numbers of tokens: gradients are summed, not averaged"
+    ),
+    Unsupported(
+        "init_model_with_meta_device",
+        "without FSDP Megatron never gives such weights a value",
+        "leave the flag out, or use --use-cpu-initialization",
+    ),
     Unsupported("sft", "stock packed SFT has no diffusion blocks within documents", "pretrain on --data-path"),
     Unsupported("fim_data", "fill-in-the-middle reorders the tokens of a sample"),
-    Unsupported("window_size", "sliding-window attention has no tiles here"),
+    Unsupported("allow_ambiguous_pad_tokens", "padding is known by its place; a pad token in the data is a token"),
     Unsupported(
         "softmax_type",
         "attention sinks would be counted once a tile",
@@ -91,7 +99,7 @@ UNSUPPORTED = (
     Unsupported("expert_gtp_weight_remat_size", _GTP, "leave it at 1", _one_of(None, 0, 1)),
     Unsupported("dataloader_inter_document_masking", _DOCUMENTS),
     Unsupported("reset_attention_mask", _DOCUMENTS),
-    Unsupported("reset_position_ids", "positions come from the sequence layout"),
+    Unsupported("reset_position_ids", "positions come from the documents of a sample"),
     Unsupported("overlap_moe_expert_parallel_comm", "its schedule plan computes the loss of every row"),
     Unsupported("use_megatron_fsdp", "it is not tested", _USE_DISTRIBUTED_OPTIMIZER),
     Unsupported("use_torch_fsdp2", "it is not tested", _USE_DISTRIBUTED_OPTIMIZER),

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dual-end sampler: reads of each sample only the tokens that a rank's rows need.
 
-Shapes: S local rows of a layout, L clean sequence length.
+Shapes: S local rows of a rank, L clean sequence length.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import numpy.typing as npt
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
 from megatron_csbp.data import gpt_dataset_access as access
-from megatron_csbp.loss.objectives.interface import CleanRows
-from megatron_csbp.transformer.layout import SequenceLayout
+from megatron_csbp.objectives.interface import CleanRows
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.transfers import merge
 
 IntArray = npt.NDArray[np.int64]
 
@@ -32,9 +34,14 @@ class _SampleText:
     starts: IntArray
     ends: IntArray
 
-    def read(self, source: Any, first: int, last: int, pad_token_id: int) -> IntArray:
-        """Read tokens first .. last of the sample, padded where the data end, int64 [last - first]."""
-        text = np.full(last - first, pad_token_id, dtype=np.int64)
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the documents give; positions from there on are padding, whatever token pads them."""
+        return int(self.ends[-1])
+
+    def read(self, source: Any, first: int, last: int) -> IntArray:
+        """Read tokens first .. last of the sample, 0 where the data have ended, int64 [last - first]."""
+        text = np.zeros(last - first, dtype=np.int64)
         position = first
         part = int(np.searchsorted(self.ends, first, side="right"))
         while position < last and part < len(self.ends):
@@ -54,7 +61,9 @@ class DualEndSampler:
     With the dual-end assignment a rank's rows lie in chunks r and 2P-1-r of the sample, at its two ends. For each of
     those the sampler reads C + 1 tokens from the indexed dataset (one more, since a row may be asked for its next
     token) where the stock dataset reads, and its loader moves, all L + 1. What comes back equals the same positions
-    of the stock sample exactly: tokens, labels and loss mask, with padding and `--eod-mask-loss`.
+    of the stock sample exactly: tokens, labels and loss mask, with padding and `--eod-mask-loss`. One thing differs:
+    padding is what lies behind the last token of the data, where the stock dataset goes by the tokenizer's pad id,
+    although that may end each document (Qwen3).
 
     Which samples make up a batch is not decided here: that stays with Megatron's `build_pretraining_data_loader` and
     its samplers. Hence consumed samples, epochs, schedules of batch sizes and resuming are Megatron's own, and the
@@ -63,31 +72,29 @@ class DualEndSampler:
 
     Args:
         dataset: Megatron's GPTDataset, MockGPTDataset, or BlendedDataset of them, with L tokens a sample.
-        layout: the rank's rows.
+        sequence_length: L.
         padded_vocab_size: token ids must be below this.
 
     Raises:
         ValueError: the dataset is of another kind or has another sequence length.
     """
 
-    def __init__(self, dataset: Any, layout: SequenceLayout, padded_vocab_size: int) -> None:
+    def __init__(self, dataset: Any, sequence_length: int, padded_vocab_size: int) -> None:
         self.dataset = dataset
-        self.layout = layout
         self.padded_vocab_size = padded_vocab_size
         for part in dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]:
-            _check_dataset(part, layout)
-        self._ranges = _token_ranges(layout)
-        self._text_index = _text_index(layout, self._ranges)
+            _check_dataset(part, sequence_length)
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.dataset)
 
-    def read(self, sample_index: int) -> CleanRows:
+    def read(self, sample_index: int, rows: RankRows) -> CleanRows:
         """Return the data under this rank's rows of a sample.
 
         Args:
             sample_index: index into the dataset.
+            rows: the rank's rows.
 
         Raises:
             ValueError: a token id is not in the vocabulary.
@@ -97,29 +104,25 @@ class DualEndSampler:
             dataset_index, dataset_sample_index = access.blend_indices(dataset)
             index = int(dataset_sample_index[sample_index])
             dataset = dataset.datasets[int(dataset_index[sample_index])]
-        pad = access.pad_token_id(dataset)
-        sample = _sample_text(dataset, index)
-        text = np.concatenate([sample.read(dataset.dataset, first, last, pad) for first, last in self._ranges])
-        is_padding = text == pad
-        self._check_vocabulary(text, ~is_padding, dataset.dataset_path, sample_index)
+        sample, reads = _sample_text(dataset, index), _reads(rows)
+        text = np.concatenate([sample.read(dataset.dataset, first, last) for first, last in reads.ranges])
+        is_padding = np.concatenate([np.arange(first, last) >= sample.num_tokens for first, last in reads.ranges])
+        self._check_vocabulary(text, dataset.dataset_path, sample_index)
         is_maskable = np.ones(text.shape, dtype=np.bool_)
         if dataset.config.eod_mask_loss:
             is_maskable = text != dataset.config.tokenizer.eod
-        # Like the stock dataset: padding becomes token 0, which every embedding can look up.
-        text = np.where(is_padding, 0, text)
-        here, following = self._text_index, self._text_index + 1
+        here, following = reads.text_index, reads.text_index + 1
         return CleanRows(
             tokens=text[here],
             next_tokens=text[following],
-            supervised=is_maskable[here] & ~is_padding[here],
-            next_supervised=is_maskable[here] & ~is_padding[following],
+            supervised=is_maskable[here] & ~is_padding[here] & reads.in_document,
+            next_supervised=is_maskable[here] & ~is_padding[following] & reads.next_in_document,
+            next_token_supervised=is_maskable[following] & ~is_padding[following] & reads.next_in_document,
         )
 
-    def _check_vocabulary(
-        self, text: IntArray, is_token: npt.NDArray[np.bool_], path: str | None, sample_index: int
-    ) -> None:
+    def _check_vocabulary(self, text: IntArray, path: str | None, sample_index: int) -> None:
         """Refuse token ids that the embedding does not have."""
-        outside = is_token & ((text < 0) | (text >= self.padded_vocab_size))
+        outside = (text < 0) | (text >= self.padded_vocab_size)
         if outside.any():
             raise ValueError(
                 f"--data-path {path}: sample {sample_index} holds token id {int(text[outside][0])}, but the padded "
@@ -129,17 +132,16 @@ class DualEndSampler:
             )
 
 
-def _check_dataset(dataset: Any, layout: SequenceLayout) -> None:
-    """Refuse datasets whose samples are not GPTDataset's, or that do not fit the layout."""
+def _check_dataset(dataset: Any, sequence_length: int) -> None:
+    """Refuse datasets whose samples are not GPTDataset's, or have another length."""
     if not access.reads_stock_samples(dataset):
         raise ValueError(
             f"dataset {type(dataset).__name__} makes its own samples, which cannot be read in part. Use --data-path "
             "or --mock-data, without --fim-data and --sft."
         )
-    if dataset.config.sequence_length != layout.sequence_length:
+    if dataset.config.sequence_length != sequence_length:
         raise ValueError(
-            f"the dataset has {dataset.config.sequence_length} tokens a sample, but the layout needs "
-            f"{layout.sequence_length}, the value of --seq-length."
+            f"the dataset has {dataset.config.sequence_length} tokens a sample, but --seq-length is {sequence_length}."
         )
     if dataset.config.eod_mask_loss and dataset.config.tokenizer.eod is None:
         raise ValueError(
@@ -148,24 +150,31 @@ def _check_dataset(dataset: Any, layout: SequenceLayout) -> None:
         )
 
 
-def _token_ranges(layout: SequenceLayout) -> list[tuple[int, int]]:
-    """Return the token ranges [first, last) that the rows need, with the next token of each, merged and sorted."""
-    merged: list[tuple[int, int]] = []
-    for first, last in sorted({(s.first_position, s.first_position + s.length + 1) for s in layout.segments}):
-        if merged and first <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-        else:
-            merged.append((first, last))
-    return merged
+class _Reads:
+    """What of a sample a rank's rows need.
+
+    Attributes:
+        ranges: token ranges [first, last) with the next token of each row, disjoint and in order.
+        text_index: where each row's token lies in the ranges' joined text, int64 [S]; the next lies one further.
+        in_document: whether a row is of a document and not of padding between them, bool [S].
+        next_in_document: whether its next token is of the same document, bool [S].
+    """
+
+    def __init__(self, rows: RankRows) -> None:
+        self.ranges = merge((span.start, span.stop + 1) for span in rows.spans)
+        firsts = np.array([first for first, _ in self.ranges])
+        begins = np.cumsum([0] + [last - first for first, last in self.ranges[:-1]])
+        which = np.searchsorted(firsts, rows.sample_positions, side="right") - 1
+        self.text_index: IntArray = begins[which] + rows.sample_positions - firsts[which]
+        self.in_document = rows.sample_positions < rows.document_stops
+        ends = np.where(rows.document_stops == rows.sample.length, rows.sample.length + 1, rows.document_stops)
+        self.next_in_document = rows.sample_positions + 1 < ends
 
 
-def _text_index(layout: SequenceLayout, ranges: list[tuple[int, int]]) -> IntArray:
-    """Return where each row's token lies in the ranges' joined text, int64 [S]; the next token lies one further."""
-    firsts = np.array([first for first, _ in ranges])
-    begins = np.cumsum([0] + [last - first for first, last in ranges[:-1]])
-    which = np.searchsorted(firsts, layout.positions, side="right") - 1
-    index: IntArray = begins[which] + layout.positions - firsts[which]
-    return index
+@lru_cache(maxsize=2)
+def _reads(rows: RankRows) -> _Reads:
+    """Return what rows need; most runs have the same rows for every sample."""
+    return _Reads(rows)
 
 
 def _sample_text(dataset: Any, index: int) -> _SampleText:

@@ -39,12 +39,3 @@ def blend_indices(dataset: Any) -> tuple[npt.NDArray[np.int16], IndexArray]:
             path = getattr(dataset, f"path_to_{name}")
             setattr(dataset, name, safe_numpy_load(path, allow_pickle=True, mmap_mode="r"))
     return dataset.dataset_index, dataset.dataset_sample_index
-
-
-def pad_token_id(dataset: Any) -> int:
-    """Return the id that a GPTDataset pads with and takes for padding, or -1, which is no token.
-
-    Megatron itself falls back to -1 where the tokenizer's pad token is ambiguous; a tokenizer without one says None.
-    """
-    pad = dataset._pad_token_id
-    return -1 if pad is None else int(pad)

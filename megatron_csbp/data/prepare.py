@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatron_csbp.data.text_sources import find_files, read_documents
+from megatron_csbp.data.text_sources import FORMATS, Reading, find_files, read_documents
 from megatron_csbp.data.text_tokenizer import TextTokenizer, load_tokenizer
 
 _PROGRESS_SECONDS = 2.0
@@ -84,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokenizer", required=True, help="Hugging Face name or folder, or a tokenizer.json file")
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.meta.json")
     add("--glob", nargs="+", default=["*"], metavar="PATTERN", help="names of the files to take from folders")
+    add("--format", choices=FORMATS, default="auto", help="a document a file, or a line? (default: by name)")
     add("--json-key", default="text", help="key of the text in JSONL files (default: text)")
     add("--append-eod", action="store_true", help="end each document with the tokenizer's end-of-document token")
     add("--eod-token", help="that token, where the tokenizer does not name one")
@@ -180,7 +181,7 @@ def _batches(files: Iterable[Path], args: argparse.Namespace, progress: _Progres
     batch: list[str] = []
     characters = 0
     for path in files:
-        for text in read_documents(path, args.json_key, args.skip_undecodable):
+        for text in read_documents(path, Reading(args.json_key, args.skip_undecodable, args.format)):
             batch.append(text)
             characters += len(text)
             if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
@@ -226,7 +227,7 @@ def _encode_in_worker(batch: list[str]) -> list[TokenIds]:
 
 def _encode(tokenizer: TextTokenizer, batch: list[str]) -> list[TokenIds]:
     """Return the token ids of each text, int32."""
-    return [np.array(tokenizer.encode(text), dtype=np.int32) for text in batch]
+    return [tokenizer.encode(text) for text in batch]
 
 
 @contextmanager

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megatron_csbp.data.text_pieces import PIECE_CHARACTERS, EncodedPiece, Ids, encode_in_pieces
+
 
 @dataclass(frozen=True, eq=False)
 class TextTokenizer:
@@ -12,7 +16,7 @@ class TextTokenizer:
 
     Attributes:
         name: what it was loaded from.
-        backend: a `tokenizers.Tokenizer`, or a `transformers` tokenizer.
+        backend: a `tokenizers.Tokenizer`, or a `transformers` tokenizer that is written in Python.
         vocab_size: largest id it can yield, added tokens too, plus 1 (ids may have gaps).
         eod_id: id of the end-of-document token, or None.
     """
@@ -22,11 +26,20 @@ class TextTokenizer:
     vocab_size: int
     eod_id: int | None
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
+    def encode(self, text: str) -> Ids:
+        """Return the token ids of a text, int32 [n]; of a long one in bounded memory."""
+        if not hasattr(self.backend, "encode_batch_fast"):
+            return np.array(self.backend.encode(text, add_special_tokens=False), dtype=np.int32)
+        if len(text) > PIECE_CHARACTERS:
+            return encode_in_pieces(text, self._encode_piece)
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.int32)
+
+    def _encode_piece(self, text: str) -> EncodedPiece:
+        """Return the ids of a piece of text and where they lie."""
         encoding = self.backend.encode(text, add_special_tokens=False)
-        ids: list[int] = encoding if isinstance(encoding, list) else encoding.ids
-        return ids
+        spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return EncodedPiece(np.array(encoding.ids, dtype=np.int32), spans)
 
     def require_eod_id(self) -> int:
         """Return the end-of-document id.
@@ -66,10 +79,18 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> TextTokenizer:
         ) from error
     # The text's own length is no error here: samples are cut later.
     tokenizer.model_max_length = 1 << 62
+    backend = _uncut(tokenizer.backend_tokenizer) if tokenizer.is_fast else tokenizer
     vocabulary = tokenizer.get_vocab()
     eod_id = tokenizer.eos_token_id if eod_token is None else vocabulary.get(eod_token)
     _check_eod_token(name, eod_token, eod_id)
-    return TextTokenizer(name, tokenizer, max(vocabulary.values(), default=-1) + 1, eod_id)
+    return TextTokenizer(name, backend, max(vocabulary.values(), default=-1) + 1, eod_id)
+
+
+def _uncut(tokenizer: Any) -> Any:
+    """Return a `tokenizers.Tokenizer` that neither cuts nor pads, whatever its file says."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _from_json_file(name: str, eod_token: str | None) -> TextTokenizer:
@@ -77,14 +98,12 @@ def _from_json_file(name: str, eod_token: str | None) -> TextTokenizer:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(name)
+        tokenizer = _uncut(Tokenizer.from_file(name))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(
             f"--tokenizer {name} is not a tokenizer file of the tokenizers library ({error}). Give a tokenizer.json "
             "file, a folder with one, or the name of a Hugging Face model."
         ) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     eod_id = None if eod_token is None else tokenizer.token_to_id(eod_token)
     _check_eod_token(name, eod_token, eod_id)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -18,6 +18,7 @@ from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.datasets.utils import Split
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_csbp.data.index_cache import check_index_cache
 from megatron_csbp.data.indexed_files import IndexedFiles, open_indexed_files
 
 SCANNED_TOKENS = 1 << 24
@@ -142,7 +143,7 @@ def _working_split(num_documents: int) -> str:
 
 
 def _open_all(blend: Blend, flag: str, args: Any) -> Iterator[IndexedFiles]:
-    """Open each dataset and check its token ids."""
+    """Open each dataset and check its token ids and its cached indices."""
     for prefix in blend[0]:
         if is_object_storage_path(prefix):
             continue
@@ -150,6 +151,7 @@ def _open_all(blend: Blend, flag: str, args: Any) -> Iterator[IndexedFiles]:
         if args.padded_vocab_size is not None:
             most = max(LEAST_SCANNED_TOKENS, SCANNED_TOKENS // len(blend[0]))
             _check_vocabulary(files, flag, args.padded_vocab_size, most)
+        check_index_cache(files, flag, args)
         yield files
 
 

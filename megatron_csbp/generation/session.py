@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_csbp import arguments, megatron_compat, megatron_loading, megatron_start
 from megatron_csbp.configuration.checkpoint_defaults import named_checkpoint, set_defaults_from_checkpoint
+from megatron_csbp.configuration.checkpoint_rules import check_files
 from megatron_csbp.configuration.config_file import set_defaults_from_yaml, take_yaml_flag
 from megatron_csbp.configuration.runtime_arguments import adapt_to_runtime
 from megatron_csbp.cpu_runtime import RuntimeInfo
@@ -55,7 +56,7 @@ def parse_arguments(runtime: RuntimeInfo) -> Namespace:
         # Weights only; a checkpoint that cannot be read ends the command.
         args.finetune = args.no_load_optim = args.no_load_rng = args.exit_on_missing_checkpoint = True
 
-    return megatron_compat.parse_and_validate_arguments(add_flags, {}, before, lambda args: None)
+    return megatron_compat.parse_and_validate_arguments(add_flags, {}, check_files, before, lambda args: None)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ Shapes: S local rows, B micro-batch, H hidden size, R rows with loss of all sequ
 V vocabulary on this tensor-parallel rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,16 +27,30 @@ class LossRowSelection:
         targets_R: token to predict, int64.
         weights_R: factor on its cross-entropy, fp32.
         corrupted_R: whether the row is of the corrupted copy, bool.
+        is_empty: no row carries loss; the one that is there may not touch the loss or a gradient, whatever it holds.
     """
 
     rows_R: Tensor
     targets_R: Tensor
     weights_R: Tensor
     corrupted_R: Tensor
+    is_empty: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.rows_R.numel()
+
+    def to(self, device: torch.device) -> "LossRowSelection":
+        """Return the selection on a device, without waiting for it."""
+        names = ("rows_R", "targets_R", "weights_R", "corrupted_R")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
 def select_loss_rows(targets_BS: Tensor, weights_BS: Tensor, is_corrupted_S: Tensor) -> LossRowSelection:
     """Select the rows with a weight; without any, one row of weight 0, so that every rank runs every layer.
+
+    On the host: the number of rows is the size of what follows.
 
     Args:
         targets_BS: token to predict at each row, int64.
@@ -45,13 +59,15 @@ def select_loss_rows(targets_BS: Tensor, weights_BS: Tensor, is_corrupted_S: Ten
     """
     weights_SB = weights_BS.t().contiguous()
     rows_R = weights_SB.view(-1).nonzero().view(-1)
-    if rows_R.numel() == 0:
+    is_empty = rows_R.numel() == 0
+    if is_empty:
         rows_R = rows_R.new_zeros(1)
     return LossRowSelection(
         rows_R=rows_R,
         targets_R=targets_BS.t().reshape(-1)[rows_R],
         weights_R=weights_SB.view(-1)[rows_R],
         corrupted_R=is_corrupted_S[rows_R // targets_BS.shape[0]],
+        is_empty=is_empty,
     )
 
 
@@ -89,6 +105,8 @@ class RowLosses:
             with megatron_compat.output_layer_of_whole_rows(output_layer, config):
                 logits_R1V, _ = output_layer(rows_R1H, weight=weight_VH)
             logits_R1V = scale_logits(logits_R1V)
+            if context.is_empty:
+                logits_R1V = _cut_off(logits_R1V)
             targets_R = context.targets_R[chunk]
             if self.excluded_token_id is not None:
                 excludes_R = context.corrupted_R[chunk] & (targets_R != self.excluded_token_id)
@@ -98,6 +116,8 @@ class RowLosses:
 
         hidden_SBH = megatron_compat.gather_sequence(hidden_states, config)
         rows_R1H = hidden_SBH.flatten(0, 1).index_select(0, context.rows_R).unsqueeze(1)
+        if context.is_empty:
+            rows_R1H = _cut_off(rows_R1H)
         weight_VH = output_layer.weight if output_weight is None else output_weight
         if not 0 < self.chunk_rows < context.rows_R.numel():
             return losses_of(rows_R1H, weight_VH, slice(None))
@@ -112,3 +132,8 @@ class RowLosses:
             return logits_R1V
         is_token_V = torch.arange(vocab, device=logits_R1V.device) == column
         return logits_R1V.masked_fill(excludes_R.view(-1, 1, 1) & is_token_V, -torch.inf)
+
+
+def _cut_off(values: Tensor) -> Tensor:
+    """Return zeros whose gradient is zero: a weight of 0 would let NaN and Inf through, in both directions."""
+    return values.masked_fill(torch.ones_like(values, dtype=torch.bool), 0.0)

@@ -2,7 +2,8 @@
 """What a training run measures about itself on request: bytes moved and exposed communication, by iteration.
 
 The forward step owns the instruments and tells them of every micro-batch; Megatron's hook at the end of the backward
-pass tells them that an iteration is over. Without `--csbp-ledger` and `--csbp-timing` there are none.
+pass tells them that an iteration is over. Without `--csbp-ledger`, `--csbp-timing` and `--log-throughput` there are
+none.
 """
 
 from argparse import Namespace
@@ -15,6 +16,7 @@ from megatron_csbp import megatron_compat, megatron_reporting
 from megatron_csbp.reporting.timing_report import TimingReport
 from megatron_csbp.reporting.traffic_report import TrafficReport
 from megatron_csbp.transformer.core_attention import CSBPCoreAttention
+from megatron_csbp.transformer.geometry.layer_plans import LayerPlans
 
 
 @dataclass
@@ -23,7 +25,7 @@ class Instruments:
 
     Attributes:
         traffic: the byte ledger, with `--csbp-ledger`.
-        timing: the clock, with `--csbp-timing`.
+        timing: clean tokens per second, with `--log-throughput`; and the clock, with `--csbp-timing`.
     """
 
     traffic: TrafficReport | None
@@ -31,12 +33,13 @@ class Instruments:
     _chunks: dict[int, list[CSBPCoreAttention]] = field(default_factory=dict)
     _hooked: bool = False
 
-    def before_micro_batch(self, model: Any, args: Namespace) -> None:
+    def before_micro_batch(self, model: Any, args: Namespace, plans: LayerPlans) -> None:
         """Tell the instruments that a stage is about to run one micro-batch forward.
 
         Args:
             model: the (wrapped) GPT stage.
             args: Megatron's arguments.
+            plans: of the micro-batch's samples.
         """
         layers = self._chunks.get(id(model))
         if layers is None:
@@ -45,7 +48,10 @@ class Instruments:
             megatron_reporting.call_after_backward(model, self._end_iteration)
             self._hooked = True
         if self.traffic is not None:
-            self.traffic.expect_micro_batch([(a.layer_number, a.plan) for a in layers], args, training=model.training)
+            of_layers = [
+                (layer.layer_number, layer.plan(plans, drops_clean_rows=layer.drops_clean_rows())) for layer in layers
+            ]
+            self.traffic.expect_micro_batch(of_layers, args, training=model.training)
 
     def _attach(self, model: Any) -> list[CSBPCoreAttention]:
         """Hand the ledger and the clock to every attention layer of a stage."""
@@ -86,9 +92,10 @@ def closing(instruments: Instruments | None) -> Iterator[None]:
 
 def instruments_from_args(args: Namespace) -> Instruments | None:
     """Return the instruments that the flags ask for, or None."""
-    if args.csbp_ledger is None and not args.csbp_timing:
+    counts_tokens = args.csbp_timing or args.log_throughput
+    if args.csbp_ledger is None and not counts_tokens:
         return None
     return Instruments(
         TrafficReport(args.csbp_ledger, args.rank) if args.csbp_ledger is not None else None,
-        TimingReport(megatron_compat.current_device()) if args.csbp_timing else None,
+        TimingReport(megatron_compat.current_device(), measures_waits=args.csbp_timing) if counts_tokens else None,
     )

@@ -4,43 +4,45 @@
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 from megatron_csbp import megatron_compat
-from megatron_csbp.arguments import is_block_diffusion, sequence_layout
+from megatron_csbp.arguments import is_block_diffusion, masks, static_plans
 from megatron_csbp.configuration.changes import Change
-from megatron_csbp.configuration.checkpoint_rules import latest_iteration
-from megatron_csbp.configuration.performance_arguments import local_key_value_heads, unit_bytes
+from megatron_csbp.configuration.checkpoint_rules import Start
+from megatron_csbp.configuration.performance_arguments import exchange_bytes, local_key_value_heads
 from megatron_csbp.cpu_runtime import RuntimeInfo
+from megatron_csbp.reporting.kernel_summary import attention_kernel_lines, head_shape
 from megatron_csbp.reporting.model_flops import ModelFlops
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.kernels import AttentionKernel, HeadShape, checked_kernel
-from megatron_csbp.transformer.layout import Stream
+from megatron_csbp.transformer.geometry.plan import AttentionPlan
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.scheme import CopyKind, Scheme
+from megatron_csbp.transformer.kernels import AttentionKernel, checked_kernel
 from megatron_csbp.transformer.traffic_ledger import Collective
 
 _MAX_RANKS_SHOWN = 8
 
 
-def print_start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Change]) -> None:
+def print_start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Change], start: Start) -> None:
     """Print the summary on rank 0.
 
     Raises:
         ValueError: the attention backend cannot run on a rank's device, or is wrong there; all ranks test their own.
     """
-    lines = start_summary(args, runtime, changes)
+    lines = start_summary(args, runtime, changes, start)
     if args.rank == 0:
         print("\n".join(lines), flush=True)
 
 
-def start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Change]) -> list[str]:
+def start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Change], start: Start) -> list[str]:
     """Return the lines of the summary.
 
     Args:
         args: validated arguments.
         runtime: the device that was chosen.
         changes: arguments that were changed.
+        start: what the run starts from.
     """
     lines = [f"---------------- megatron_csbp {_version('megatron-csbp')} ----------------"]
     lines.append(
@@ -53,11 +55,7 @@ def start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Chang
         lines.extend(_block_diffusion_lines(args, runtime))
     else:
         lines.append("  block diffusion: off (no --diffusion-block-size): plain Megatron")
-    if args.load is not None:
-        found = latest_iteration(Path(args.load)) is not None or args.ckpt_step is not None
-        lines.append(
-            f"  --load {args.load}: " + ("found" if found else "NO CHECKPOINT FOUND, starting from random weights")
-        )
+    lines.extend(_start_lines(args, start))
     if changes:
         lines.append("  arguments changed:")
         lines.extend(f"    {change.name}: {change.before} -> {change.after} ({change.reason})" for change in changes)
@@ -65,26 +63,39 @@ def start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Chang
     return lines
 
 
+def _start_lines(args: Namespace, start: Start) -> list[str]:
+    if start.checkpoint is None:
+        first = f": no checkpoint in --load {args.load} yet" if args.load is not None else ""
+        return [f"  start: random weights{first}"]
+    what = (
+        f"goes on after iteration {start.checkpoint.iteration}" if start.is_resumed else "a new run from the weights"
+    )
+    lines = [f"  start: {what}, {start.checkpoint.flag} ({start.checkpoint.path.name})"]
+    return lines + [f"    note: {note}" for note in start.notes]
+
+
 def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
-    layout = sequence_layout(args, rank=0)
-    plan = AttentionPlan(layout, CleanAttention(args.clean_attention))
-    kernel = _tested_kernel(args, runtime)
+    plans = static_plans(args, rank=0)
+    rows, sharding, sample = plans.rows, plans.rows.sharding, plans.rows.sample
+    kernel = _tested_kernel(args, runtime, rows)
+    views = "" if sample.num_views == 1 else f" in {sample.num_views} corrupted views of one clean copy"
     lines = [
-        f"  scheme: {layout.scheme} over {layout.group_size} rank(s); tensor {args.tensor_model_parallel_size} x "
+        f"  scheme: {sharding.scheme} over {sharding.group_size} rank(s); tensor {args.tensor_model_parallel_size} x "
         f"pipeline {args.pipeline_model_parallel_size} x data {args.data_parallel_size}",
+        *_scheme_notes(rows),
         f"  objective: {args.diffusion_objective}, clean attention {args.clean_attention}, noise "
         f"{args.noise_schedule} eps {args.noise_eps}, mask token {args.mask_token_id}",
-        f"  sequence: {layout.sequence_length} clean tokens, {layout.num_blocks} blocks of {layout.block_size}, "
-        f"{layout.num_chunks} chunks of {layout.chunk_length}; {layout.num_rows} rows per rank",
-        f"  attention backend: {kernel.name} (--csbp-attention-backend {args.csbp_attention_backend})",
+        f"  sequence: {sample.length} clean tokens, {sample.num_blocks} blocks of {sample.block_size}{views}, "
+        f"{sharding.num_chunks} chunks of {rows.chunk_length}; {rows.num_rows} rows per rank",
+        *attention_kernel_lines(args, kernel, plans, _device(args, runtime)),
     ]
-    blocks = layout.blocks_per_chunk
-    for rank in range(min(layout.group_size, _MAX_RANKS_SHOWN)):
-        owned = ", ".join(f"{c} (blocks {c * blocks}-{(c + 1) * blocks - 1})" for c in layout.chunks_of(rank))
+    blocks = rows.chunk_length // sample.block_size
+    for rank in range(min(sharding.group_size, _MAX_RANKS_SHOWN)):
+        owned = ", ".join(f"{c} (blocks {c * blocks}-{(c + 1) * blocks - 1})" for c in sharding.chunks_of(rank))
         lines.append(f"    rank {rank} owns chunks {owned}")
-    if layout.group_size > _MAX_RANKS_SHOWN:
-        lines.append(f"    ... and so on ({layout.assignment})")
-    lines.append(_traffic_line(args, plan))
+    if sharding.group_size > _MAX_RANKS_SHOWN:
+        lines.append(f"    ... and so on ({sharding.assignment})")
+    lines.extend(_traffic_line(args, plans.plan(mask)) for mask in masks(args))
     lines.append(_exchange_line(args))
     lines.append(_last_layer_line(args))
     lines.append(_flops_line(args))
@@ -93,28 +104,46 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
     return lines
 
 
-def _tested_kernel(args: Namespace, runtime: RuntimeInfo) -> AttentionKernel:
-    device = torch.device("cpu") if runtime.device == "cpu" else torch.device("cuda", args.local_rank)
-    query, key = args.num_attention_heads // args.tensor_model_parallel_size, local_key_value_heads(args)
+def _device(args: Namespace, runtime: RuntimeInfo) -> torch.device:
+    return torch.device("cpu") if runtime.device == "cpu" else torch.device("cuda", args.local_rank)
+
+
+def _tested_kernel(args: Namespace, runtime: RuntimeInfo, rows: RankRows) -> AttentionKernel:
     return checked_kernel(
         args.csbp_attention_backend,
-        device,
+        _device(args, runtime),
         args.params_dtype,
-        HeadShape(query, key, args.kv_channels),
+        head_shape(args),
         args.attention_backend.name,
+        rows.static_chunk_length,
     )
 
 
+def _scheme_notes(rows: RankRows) -> list[str]:
+    """Return what a user should know of a scheme that costs more than CSBP."""
+    scheme, size = rows.sharding.scheme, rows.sharding.group_size
+    if scheme is Scheme.CONTEXT_PARALLEL:
+        return ["    note: the CP baseline, which also exchanges corrupted keys and values (--context-scheme cp)"]
+    if scheme is not Scheme.BLOCK_PARALLEL:
+        return []
+    csbp_rows = rows.num_corrupted_rows + rows.sample.length // size
+    return [
+        f"    note: pure BP computes and keeps all {rows.sample.length} clean rows on each of the {size} ranks: "
+        f"{rows.num_rows} rows a rank, {rows.num_rows / csbp_rows:.2f} times those of CSBP "
+        f"(--context-parallel-size {size}), and exchanges nothing"
+    ]
+
+
 def _traffic_line(args: Namespace, plan: AttentionPlan) -> str:
-    per_stream = {
-        stream: 2 * unit_bytes(args, plan, stream) + unit_bytes(args, plan, stream, Collective.REDUCE_SCATTER)
-        for stream in Stream
+    by_copies = {
+        copies: 2 * exchange_bytes(args, plan, copies) + exchange_bytes(args, plan, copies, Collective.REDUCE_SCATTER)
+        for copies in CopyKind
     }
-    total = sum(per_stream.values())
+    window = "" if plan.mask.window is None else f" with a window of {plan.mask.window}"
     return (
-        f"  attention traffic per layer, rank and micro-batch: {total / 2**20:.2f} MiB from other ranks (keys and "
-        "values in forward and again in backward, their gradients once; corrupted copy: "
-        f"{per_stream[Stream.CORRUPTED]} bytes)"
+        f"  attention traffic per layer{window}, rank and micro-batch: {sum(by_copies.values()) / 2**20:.2f} MiB from "
+        f"other ranks, by {plan.clean.lowering} (keys and values in forward and again in backward, their gradients "
+        f"once; corrupted copies: {by_copies[CopyKind.CORRUPTED]} bytes)"
     )
 
 

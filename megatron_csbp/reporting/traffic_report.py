@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_csbp.configuration.performance_arguments import unit_bytes
-from megatron_csbp.transformer.attention_plan import AttentionPlan
+from megatron_csbp.configuration.performance_arguments import exchange_bytes
+from megatron_csbp.transformer.geometry.plan import AttentionPlan
+from megatron_csbp.transformer.geometry.transfers import Lowering
 from megatron_csbp.transformer.traffic_ledger import (
     Collective,
     Direction,
+    Entry,
     TrafficLedger,
-    Transfer,
     Volume,
     Volumes,
     total,
@@ -50,11 +51,12 @@ def closed_form(args: Namespace, plan: AttentionPlan, layer: int, *, training: b
     """
     volumes: Volumes = {}
     micro_batch_size = args.micro_batch_size if training else args.eval_micro_batch_size or args.micro_batch_size
-    for stream in plan.exchanged_streams:
+    for copies, transfer in plan.transfers:
         for collective, direction in TRAINING if training else EVALUATION:
-            remote = unit_bytes(args, plan, stream, collective, micro_batch_size)
-            payload = remote * plan.layout.group_size // (plan.layout.group_size - 1)
-            volumes[Transfer(layer, stream, collective, direction)] = Volume(args.csbp_head_groups, payload, remote)
+            payload = remote = exchange_bytes(args, plan, copies, collective, micro_batch_size)
+            if transfer.lowering is Lowering.ALL_GATHER:  # its buffers hold this rank's own share too
+                payload = remote * transfer.group_size // (transfer.group_size - 1)
+            volumes[Entry(layer, copies, collective, direction)] = Volume(args.csbp_head_groups, payload, remote)
     return volumes
 
 
@@ -142,8 +144,8 @@ class TrafficReport:
             lines.append("  nothing is exchanged")
         layers = len({transfer.layer for transfer in self._expected.volumes})
         lines.append(
-            "  closed form: (P-1)/P x L x 2 x K x D x itemsize x micro-batch size for each gather or reduce-scatter "
-            f"of one copy's heads; {layers} exchanging layers on this rank"
+            "  closed form: 2 x K x D x itemsize x micro-batch size for each row that the plan exchanges, (P-1)/P x L "
+            f"rows of a copy where all is gathered; {layers} exchanging layers on this rank"
         )
         verdict = "agree exactly" if self.agrees else "DISAGREE"
         lines.append(f"  measured and closed form {verdict}, byte for byte in every layer")
@@ -179,11 +181,11 @@ def ledger_path(path: str, rank: int) -> Path:
     return name.with_name(f"{name.stem}.rank{rank}{name.suffix}")
 
 
-def _in_order_of_time(transfer: Transfer) -> tuple[object, ...]:
-    return transfer.layer, transfer.direction is Direction.BACKWARD, transfer.collective, transfer.stream
+def _in_order_of_time(transfer: Entry) -> tuple[object, ...]:
+    return transfer.layer, transfer.direction is Direction.BACKWARD, transfer.collective, transfer.copies
 
 
-def _bytes(volumes: Volumes) -> dict[Transfer, tuple[int, int]]:
+def _bytes(volumes: Volumes) -> dict[Entry, tuple[int, int]]:
     return {transfer: (volume.payload_bytes, volume.remote_bytes) for transfer, volume in volumes.items()}
 
 
@@ -192,7 +194,7 @@ def _of_kind(volumes: Volumes, kind: tuple[str, Direction]) -> Volume:
     return total(volume for transfer, volume in volumes.items() if (transfer.tensors, transfer.direction) == kind)
 
 
-def _as_json(transfer: Transfer, volume: Volume) -> dict[str, Any]:
+def _as_json(transfer: Entry, volume: Volume) -> dict[str, Any]:
     return {
         "layer": transfer.layer,
         "tensors": transfer.tensors,

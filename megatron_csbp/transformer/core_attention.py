@@ -5,7 +5,7 @@ Shapes: S local rows, B micro-batch, N query heads, K key/value heads on this te
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -16,13 +16,19 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp import megatron_compat
+from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.corrupted_rows import corrupted_rows
-from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
+from megatron_csbp.transformer.device_arrays import on_device
+from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, layer_plans
+from megatron_csbp.transformer.geometry.plan import AttentionPlan
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Sharding
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, WindowAnchor
 from megatron_csbp.transformer.kernels import HeadShape, checked_kernel
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 from megatron_csbp.transformer.query_scale import QueryScale
+from megatron_csbp.transformer.sample_params import plans_of
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger
 from megatron_csbp.transformer.wait_clock import WaitClock
 
@@ -35,39 +41,39 @@ class BlockDiffusionSettings:
     """What every layer of a block-diffusion model knows; equal on all ranks.
 
     Attributes:
-        sequence_length: L, clean tokens in a sample.
-        block_size: M, tokens in a diffusion block.
-        scheme: how a sequence is spread over the context group.
-        assignment: which chunks a rank owns.
+        sample: the geometry of a sample that carries none of its own.
+        sharding: how a sequence is spread over the context group.
         clean_attention: mask of the clean copy.
+        window_anchor: what the window of corrupted rows is counted from, in layers that have one.
         backend: value of `--csbp-attention-backend`.
-        num_head_groups: groups in which heads are exchanged and computed.
-        grad_reduce_dtype: dtype in which key and value gradients cross a link; None for that of the keys.
+        num_head_groups: groups in which heads are exchanged.
+        grad_reduce_dtype: dtype in which key and value gradients cross a link; None: dtype of the keys.
         last_layer_drops_clean_rows: whether clean rows end at their keys and values in the last layer, in training.
         query_scale: scale of queries by position, if the model has one.
     """
 
-    sequence_length: int
-    block_size: int
-    scheme: Scheme
-    assignment: BlockAssignment
+    sample: Sample
+    sharding: Sharding
     clean_attention: CleanAttention
+    window_anchor: WindowAnchor = WindowAnchor.POSITION
     backend: str = "auto"
     num_head_groups: int = 1
     grad_reduce_dtype: torch.dtype | None = None
     last_layer_drops_clean_rows: bool = False
     query_scale: QueryScale | None = None
 
-    def layout(self, group_size: int, rank: int) -> SequenceLayout:
-        """Return the rows of one rank of a context group."""
-        return SequenceLayout(
-            sequence_length=self.sequence_length,
-            block_size=self.block_size,
-            group_size=group_size,
-            rank=rank,
-            scheme=self.scheme,
-            assignment=self.assignment,
-        )
+    def plans(self, rank: int) -> LayerPlans:
+        """Return the plans of one rank for a sample that carries none of its own."""
+        return layer_plans(self.sample, self.sharding, rank)
+
+    def mask(self, config: TransformerConfig, layer_number: int) -> Mask:
+        """Return the mask of a layer, by Megatron's own window flags.
+
+        Args:
+            config: Megatron's config.
+            layer_number: number of the layer, from 1.
+        """
+        return Mask(self.clean_attention, megatron_compat.layer_window(config, layer_number), self.window_anchor)
 
 
 class CSBPCoreAttention(MegatronModule):
@@ -113,18 +119,22 @@ class CSBPCoreAttention(MegatronModule):
         self._group = pg_collection.cp
 
     @cached_property
-    def plan(self) -> AttentionPlan:
-        """What this rank computes and exchanges in the layer."""
-        layout = self._settings.layout(self._group.size(), self._group.rank())
-        return AttentionPlan(layout, self._settings.clean_attention)
+    def mask(self) -> Mask:
+        """The mask of this layer."""
+        return self._settings.mask(self.config, self.layer_number)
 
-    @cached_property
-    def _plan_without_clean_queries(self) -> AttentionPlan:
-        return replace(self.plan, clean_queries=False)
+    def plan(self, plans: LayerPlans | None = None, *, drops_clean_rows: bool = False) -> AttentionPlan:
+        """Return what this rank computes and exchanges in the layer, for the sample that `plans` belong to."""
+        plans = self._settings.plans(self._group.rank()) if plans is None else plans
+        return plans.plan(self.mask, clean_queries=not drops_clean_rows)
+
+    def drops_clean_rows(self) -> bool:
+        """Return whether clean rows have no queries in the call that comes."""
+        return self._drops_clean_rows and self.training
 
     @cached_property
     def _exchange(self) -> ContextGroupExchange | None:
-        return ContextGroupExchange(self._group) if self.plan.exchanged_streams else None
+        return ContextGroupExchange(self._group) if self._settings.sharding.shares_clean_keys else None
 
     def observe(self, ledger: TrafficLedger | None, clock: WaitClock | None) -> None:
         """Enter every exchange of this layer in a ledger, and time its waits; None turns either off.
@@ -156,37 +166,36 @@ class CSBPCoreAttention(MegatronModule):
             attention_mask: must be None.
             attn_mask_type: ignored: every layer has the block-diffusion mask.
             attention_bias: must be None.
-            packed_seq_params: must be None.
+            packed_seq_params: the plans of a sample with a geometry of its own (`sample_params`), or None.
 
         Returns:
             Context rows [S, B, N*D]: of all rows, or only of the corrupted ones (see the constructor).
 
         Raises:
-            ValueError: a mask, a bias or packed sequences are given, or the rows are not those of the layout.
+            ValueError: a mask, a bias or packed sequences are given, or the rows are not those of the plan.
         """
-        for name, value in (
-            ("mask", attention_mask),
-            ("bias", attention_bias),
-            ("packed sequences", packed_seq_params),
-        ):
+        for name, value in (("mask", attention_mask), ("bias", attention_bias)):
             if value is not None:
                 raise ValueError(f"block-diffusion attention takes no attention {name}; its plan says who sees whom.")
-        if query_SBND.shape[0] != self.plan.layout.num_rows:
+        drops_clean_rows = self.drops_clean_rows()
+        plan = self.plan(plans_of(packed_seq_params), drops_clean_rows=drops_clean_rows)
+        if query_SBND.shape[0] != plan.rows.num_rows:
             raise ValueError(
-                f"block-diffusion attention got {query_SBND.shape[0]} rows; --seq-length and --diffusion-block-size "
-                f"give this rank {self.plan.layout.num_rows}."
+                f"block-diffusion attention got {query_SBND.shape[0]} rows; --seq-length, --diffusion-block-size and "
+                f"--corrupted-views give this rank {plan.rows.num_rows}."
             )
         if self._settings.query_scale is not None:
-            query_SBND = self._settings.query_scale(query_SBND, torch.from_numpy(self.plan.layout.positions))
-        drops_clean_rows = self._drops_clean_rows and self.training
+            positions_S = on_device(plan.rows.positions, query_SBND.device)
+            query_SBND = self._settings.query_scale(query_SBND, positions_S)
         context = AttentionContext(
-            plan=self._plan_without_clean_queries if drops_clean_rows else self.plan,
+            plan=plan,
             kernel=checked_kernel(
                 self._settings.backend,
                 query_SBND.device,
                 query_SBND.dtype,
                 HeadShape(query_SBND.shape[2], key_SBKD.shape[2], query_SBND.shape[3]),
                 self.config.attention_backend.name,
+                plan.rows.static_chunk_length,
             ),
             scale=self._softmax_scale,
             exchange=self._exchange,
@@ -195,5 +204,5 @@ class CSBPCoreAttention(MegatronModule):
         )
         out_SBND = block_diffusion_attention(query_SBND, key_SBKD, value_SBKD, context)
         if drops_clean_rows:
-            out_SBND = corrupted_rows(out_SBND, self.plan.layout)
+            out_SBND = corrupted_rows(out_SBND, plan.rows)
         return out_SBND.flatten(2)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The corrupted rows of a rank on their own, and back among the clean ones.
 
-Shapes: S local rows, V corrupted ones among them; with sequence parallelism each tensor-parallel rank holds an equal
-run of either.
+Shapes: S local rows, V corrupted ones among them, of all views; with sequence parallelism each tensor-parallel rank
+holds an equal run of either.
 """
 
 from dataclasses import dataclass
@@ -12,49 +12,62 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from torch import Tensor
 
-from megatron_csbp.transformer.layout import SequenceLayout, Stream
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.scheme import CLEAN
 
 
-def corrupted_rows(tensor_S: Tensor, layout: SequenceLayout) -> Tensor:
+def corrupted_rows(tensor_S: Tensor, rows: RankRows) -> Tensor:
     """Return the corrupted rows [V, ...] of local rows [S, ...], in order."""
-    return torch.cat(
-        [tensor_S.narrow(0, s.first_row, s.length) for s in layout.segments if s.stream is Stream.CORRUPTED]
-    )
+    runs = _runs(rows)
+    kept = [tensor_S.narrow(0, row, length) for row, length, corrupted in runs if corrupted]
+    return torch.cat(kept) if kept else tensor_S[:0]
 
 
-def among_all_rows(tensor_V: Tensor, layout: SequenceLayout) -> Tensor:
+def among_all_rows(tensor_V: Tensor, rows: RankRows) -> Tensor:
     """Return local rows [S, ...] with these corrupted ones [V, ...] and zeros for the clean ones."""
     pieces, taken = [], 0
-    for segment in layout.segments:
-        if segment.stream is Stream.CORRUPTED:
-            pieces.append(tensor_V.narrow(0, taken, segment.length))
-            taken += segment.length
+    for _, length, corrupted in _runs(rows):
+        if corrupted:
+            pieces.append(tensor_V.narrow(0, taken, length))
+            taken += length
         else:
-            pieces.append(tensor_V.new_zeros(segment.length, *tensor_V.shape[1:]))
+            pieces.append(tensor_V.new_zeros(length, *tensor_V.shape[1:]))
     return torch.cat(pieces)
 
 
-@dataclass(frozen=True, eq=False)
+def _runs(rows: RankRows) -> list[tuple[int, int, bool]]:
+    """Return (first row, rows, whether corrupted) of the local rows, as few runs as there are."""
+    runs: list[tuple[int, int, bool]] = []
+    for span in rows.spans:
+        corrupted = span.copy != CLEAN
+        if runs and runs[-1][2] == corrupted:
+            runs[-1] = (runs[-1][0], runs[-1][1] + span.length, corrupted)
+        else:
+            runs.append((span.first_row, span.length, corrupted))
+    return runs
+
+
+@dataclass(eq=False)
 class CorruptedRows:
     """Takes corrupted rows out of hidden states and puts them back.
 
     Attributes:
-        layout: the rank's rows.
+        rows: the rank's rows in the call under way.
         tensor_parallel_group: over which rows are split if `sequence_parallel`.
         sequence_parallel: whether each tensor-parallel rank holds a part of the rows.
     """
 
-    layout: SequenceLayout
+    rows: RankRows
     tensor_parallel_group: Any
     sequence_parallel: bool
 
     def take(self, hidden_SBH: Tensor) -> Tensor:
         """Return the corrupted rows of hidden states."""
-        return self._scatter(corrupted_rows(self._gather(hidden_SBH), self.layout))
+        return self._scatter(corrupted_rows(self._gather(hidden_SBH), self.rows))
 
     def put(self, hidden_VBH: Tensor) -> Tensor:
         """Return hidden states with these corrupted rows and zeros for the clean ones."""
-        return self._scatter(among_all_rows(self._gather(hidden_VBH), self.layout))
+        return self._scatter(among_all_rows(self._gather(hidden_VBH), self.rows))
 
     def _gather(self, hidden_SBH: Tensor) -> Tensor:
         if not self.sequence_parallel:

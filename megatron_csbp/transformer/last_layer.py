@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_csbp.transformer.corrupted_rows import CorruptedRows
 from megatron_csbp.transformer.layer_specs import with_core_attention
+from megatron_csbp.transformer.sample_params import plans_of
 
 
 class LastLayer(TransformerLayer):
@@ -44,9 +45,12 @@ class LastLayer(TransformerLayer):
         """
         super().__init__(*args, **kwargs)
         self._corrupted_rows = corrupted_rows
+        self._static_rows = corrupted_rows.rows
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """See `TransformerLayer.forward`."""
+        plans = plans_of(kwargs.get("packed_seq_params"))
+        self._corrupted_rows.rows = self._static_rows if plans is None else plans.rows
         output, context = super().forward(*args, **kwargs)
         if not self.training:
             return output, context

@@ -7,8 +7,17 @@ the computing stream waits for the launch's own event when its result is asked f
 computing stream and kept alive until that wait is queued, so the caching allocator can hand their memory on in stream
 order and nothing needs `Tensor.record_stream`.
 
-Collectives are launched before the computation that hides them. With `CUDA_DEVICE_MAX_CONNECTIONS=1`, where kernels
-start in the order of their launches, they are then at work before that computation starts.
+With `CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron demands below compute capability 10, all streams share one
+hardware queue: what is at its head holds up all that the host gave later, on any stream. Three rules let collectives
+overlap even so (`tests/support/one_queue.py` is this queue):
+
+* A collective is started synchronously (`async_op=False`) with the side stream as the current one. NCCL then runs on
+  it, with its priority. A work's `wait`, which an asynchronous start needs on top, would be a command behind the
+  collective and in front of the computation that shall hide it.
+* After the collective there is nothing on the side stream but an event. Who needs the result waits on the computing
+  stream, behind the computation that hides it.
+* A collective is started when the wait for the one before it is queued already (`GatherAhead`): the second of two in
+  a row would be held up by the first, and the computation behind it too.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +36,18 @@ class Waitable(Protocol):
         ...
 
 
+type Start = Callable[[bool], Sequence[Waitable]]
+"""Starts collectives; takes their `async_op` and returns their works, none if they were started synchronously."""
+
+
 class SideStream(Protocol):
     """Runs collectives beside the computation."""
 
-    def launch(self, start: Callable[[], Sequence[Waitable]], tensors: Sequence[Tensor]) -> Sequence[Waitable]:
+    def launch(self, start: Start, tensors: Sequence[Tensor]) -> Sequence[Waitable]:
         """Start collectives behind the computation so far and beside the computation that follows.
 
         Args:
-            start: starts them asynchronously; called once, before this returns.
+            start: starts them; called once, before this returns.
             tensors: all that they read and write.
 
         Returns:
@@ -46,9 +59,9 @@ class SideStream(Protocol):
 class HostSideStream:
     """For gloo: its threads are the side stream, and a wait blocks the host until the data is there."""
 
-    def launch(self, start: Callable[[], Sequence[Waitable]], tensors: Sequence[Tensor]) -> Sequence[Waitable]:
+    def launch(self, start: Start, tensors: Sequence[Tensor]) -> Sequence[Waitable]:
         """See `SideStream.launch`. A gloo work keeps its tensors alive itself."""
-        return start()
+        return start(True)
 
 
 class CudaSideStream:
@@ -59,13 +72,12 @@ class CudaSideStream:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def launch(self, start: Callable[[], Sequence[Waitable]], tensors: Sequence[Tensor]) -> Sequence[Waitable]:
+    def launch(self, start: Start, tensors: Sequence[Tensor]) -> Sequence[Waitable]:
         """See `SideStream.launch`."""
         self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
         with torch.cuda.stream(self._stream):
-            # NCCL's works have streams of their own. Their wait holds up the current stream, the side stream.
-            for work in start():
-                work.wait()
+            works = start(False)
+            assert not works, "a collective that was started synchronously has no work"
             done = self._stream.record_event()
         return (_Arrival(done, self._device, tensors),)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_csbp.transformer.layout import Stream
+from megatron_csbp.transformer.geometry.scheme import CopyKind
 
 
 class Collective(StrEnum):
@@ -23,25 +23,25 @@ class Direction(StrEnum):
 
 
 @dataclass(frozen=True, order=True)
-class Transfer:
+class Entry:
     """One kind of exchange.
 
     Attributes:
         layer: number of the decoder layer, from 1.
-        stream: the copy whose keys and values, or their gradients, travel.
+        copies: the copies whose keys and values, or their gradients, travel.
         collective: what is done with them.
         direction: the pass.
     """
 
     layer: int
-    stream: Stream
+    copies: CopyKind
     collective: Collective
     direction: Direction
 
     @property
     def tensors(self) -> str:
         """The tensors that travel: keys and values are gathered, their gradients are reduce-scattered."""
-        return f"{self.stream} {'K/V' if self.collective is Collective.GATHER else 'dK/dV'}"
+        return f"{self.copies} {'K/V' if self.collective is Collective.GATHER else 'dK/dV'}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Volume:
         return Volume(factor * self.exchanges, factor * self.payload_bytes, factor * self.remote_bytes)
 
 
-type Volumes = dict[Transfer, Volume]
+type Volumes = dict[Entry, Volume]
 
 
 class TrafficLedger:
@@ -83,7 +83,7 @@ class TrafficLedger:
     def __init__(self) -> None:
         self.volumes: Volumes = {}
 
-    def add(self, transfer: Transfer, volume: Volume) -> None:
+    def add(self, transfer: Entry, volume: Volume) -> None:
         """Enter one transfer."""
         self.volumes[transfer] = self.volumes.get(transfer, Volume()) + volume
 
@@ -106,10 +106,10 @@ class LayerLedger:
     layer: int
 
     def add(
-        self, stream: Stream, collective: Collective, direction: Direction, payload_bytes: int, remote_bytes: int
+        self, copies: CopyKind, collective: Collective, direction: Direction, payload_bytes: int, remote_bytes: int
     ) -> None:
         """Enter one exchange of this layer."""
-        self.ledger.add(Transfer(self.layer, stream, collective, direction), Volume(1, payload_bytes, remote_bytes))
+        self.ledger.add(Entry(self.layer, copies, collective, direction), Volume(1, payload_bytes, remote_bytes))
 
 
 def total(volumes: Iterable[Volume]) -> Volume:

@@ -5,7 +5,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_csbp import megatron_compat
+from megatron_csbp import megatron_checkpoints
 from megatron_csbp.weights.side_files import HUGGING_FACE
 from megatron_csbp.weights.torch_dist_writer import TRACKER
 
@@ -54,7 +54,7 @@ def open_checkpoint(folder: Path, iteration: int | None) -> TrainedCheckpoint:
             f"{', '.join(map(str, there)) or 'none'}. "
             "Choose one with --ckpt-step."
         )
-    arguments = megatron_compat.load_checkpoint_arguments(folder, iteration)
+    arguments = _arguments(folder / f"iter_{iteration:07d}")
     if arguments is None:
         raise ValueError(
             f"--load {folder}: iteration {iteration} is not in the torch_dist format, or does not say its "
@@ -76,3 +76,12 @@ def original_model(checkpoint: TrainedCheckpoint) -> Path | None:
     if tokenizer:
         candidates.append(Path(tokenizer))
     return next((folder for folder in candidates if (folder / "config.json").is_file()), None)
+
+
+def _arguments(path: Path) -> Namespace | None:
+    """Return the arguments that a `torch_dist` checkpoint was saved with; None if there are none to read."""
+    try:
+        saved: Namespace | None = megatron_checkpoints.common_state(path).get("args")
+    except (OSError, ValueError, EOFError):
+        return None
+    return saved

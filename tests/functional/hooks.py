@@ -4,39 +4,41 @@
 import functools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from megatron.core.transformer.mlp import MLP
 
-from megatron_csbp import forward_step, training_setup
-from megatron_csbp.data.noise import SampleNoise
-from megatron_csbp.loss.objectives import block_diffusion, nemotron
-from megatron_csbp.loss.objectives.interface import BoolArray, CleanRows, FloatArray
-from megatron_csbp.transformer.layout import SequenceLayout
+from megatron_csbp import arguments, forward_step, megatron_checkpoints, training_setup
+from megatron_csbp.objectives import block_diffusion, nemotron
+from megatron_csbp.objectives.interface import BoolArray, CleanRows, FloatArray
+from megatron_csbp.objectives.noise import SampleNoise
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.sample import Sample, packed_documents
 
 
 def mask_nothing_on_the_last_rank() -> None:
     """Draw noise that masks no token on the last rank."""
     if is_last_rank():
-        _keep(lambda layout: np.ones(layout.num_rows, dtype=np.bool_))
+        _keep(lambda rows: np.ones(rows.num_rows, dtype=np.bool_))
 
 
 def mask_nothing_in_two_blocks() -> None:
     """Draw noise that masks no token in blocks 0 and 5."""
-    _keep(lambda layout: np.isin(layout.positions // layout.block_size, (0, 5)))
+    _keep(lambda rows: np.isin(rows.sample_positions // rows.sample.block_size, (0, 5)))
 
 
 def mask_nothing_in_odd_samples() -> None:
     """Draw noise that masks no token of every second sample, which is every second micro-batch of one sequence."""
     calls = iter(range(10**9))
-    _keep(lambda layout: np.full(layout.num_rows, next(calls) % 2 == 1))
+    _keep(lambda rows: np.full(rows.num_rows, next(calls) % 2 == 1))
 
 
 def mask_nothing() -> None:
     """Draw noise that masks no token at all."""
-    _keep(lambda layout: np.ones(layout.num_rows, dtype=np.bool_))
+    _keep(lambda rows: np.ones(rows.num_rows, dtype=np.bool_))
 
 
 def die_in_the_third_iteration() -> None:
@@ -51,24 +53,44 @@ def nan_from_the_third_iteration() -> None:
         _at_micro_batch(3, lambda weights_BS: weights_BS.fill_(float("nan")))
 
 
+def samples_of_documents_with_few_active_blocks() -> None:
+    """Give every sample documents of its own, and corrupted rows in about a fifth of its blocks."""
+    training_setup.sample_of_from_args = lambda args: functools.partial(
+        _sample_of_documents, arguments.static_sample(args)
+    )
+
+
+def _sample_of_documents(static: Sample, index: int) -> Sample:
+    draws = np.random.default_rng(index)
+    lengths: list[int] = []
+    while (
+        start := int(sum(-(-length // static.block_size) * static.block_size for length in lengths))
+    ) < static.length:
+        lengths.append(int(draws.integers(1, static.length - start + 1)))
+    active = draws.random((static.num_views, static.num_blocks)) < 0.2
+    active[0, draws.integers(static.num_blocks)] = True
+    documents = packed_documents(lengths, static.block_size)
+    return Sample(static.length, static.block_size, static.num_views, documents, active)
+
+
 def is_last_rank() -> bool:
     return int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
 
-def _keep(kept: Callable[[SequenceLayout], BoolArray]) -> None:
+def _keep(kept: Callable[[RankRows], BoolArray]) -> None:
     """Leave these rows unmasked, whatever the noise says."""
     for module in (block_diffusion, nemotron):
         draw = module.masked_rows
 
         @functools.wraps(draw)
         def masked_rows(
-            rows: CleanRows,
-            noise: SampleNoise,
-            layout: SequenceLayout,
+            clean: CleanRows,
+            noises: Sequence[SampleNoise],
+            rows: RankRows,
             move_chance: FloatArray | float,
             draw: Callable[..., BoolArray] = draw,
         ) -> BoolArray:
-            return draw(rows, noise, layout, move_chance) & ~kept(layout)
+            return draw(clean, noises, rows, move_chance) & ~kept(rows)
 
         module.masked_rows = masked_rows
 
@@ -103,3 +125,15 @@ def tell_the_rows_of_every_mlp() -> None:
         return forward(self, hidden_states, *args, **kwargs)
 
     MLP.forward = tell
+
+
+def forget_the_saved_biases() -> None:
+    """Let a checkpoint's arguments say nothing of biases, as those of another tool."""
+    read = megatron_checkpoints.common_state
+
+    def forgetful(path: Path) -> dict[str, Any]:
+        state = dict(read(path))
+        del state["args"].add_qkv_bias
+        return state
+
+    megatron_checkpoints.common_state = forgetful

@@ -6,7 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -76,6 +78,29 @@ def test_blended_text_trains_the_same_on_two_ranks_and_without_workers(corpus: C
         assert worst_difference(two.losses(name), one.losses(name)) < CURVE_TOLERANCE
     assert worst_difference(two.grad_norms, one.grad_norms) < CURVE_TOLERANCE
     assert worst_difference(two.evaluated("nelbo"), one.evaluated("nelbo")) < CURVE_TOLERANCE
+
+
+def test_full_validation_reads_every_sample_once_in_every_topology(
+    corpus: Corpus, ranks: Ranks, tmp_path: Path
+) -> None:
+    sets = [str(tmp_path / f"{samples} samples") for samples in (5, 1)]
+    for prefix, samples in zip(sets, (5, 1), strict=True):
+        tokens = np.random.default_rng(samples).integers(0, 180, 64 * samples + 40)
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+        builder.add_document(tokens, [len(tokens)])
+        builder.finalize(f"{prefix}.idx")
+    flags = [*without(corpus.flags, "--micro-batch-size", "--global-batch-size", "--lr", "--min-lr", "--split")]
+    flags += ["--full-validation", "--multiple-validation-sets", "--train-data-path", str(corpus.first)]
+    flags += ["--valid-data-path", *sets]
+    flags += words("--lr 0 --min-lr 0 --train-iters 2 --eval-interval 1 --eval-iters 1")
+    one_by_one = ranks.train([*flags, *words("--micro-batch-size 1 --global-batch-size 1 --skip-train")]).check()
+    expected = one_by_one.evaluated("nelbo")
+    assert len(expected) == 2
+    batches = words("--micro-batch-size 2 --global-batch-size 4")
+    for topology, size in (([], 1), ([], 2), (CSBP2, 4)):
+        # Evaluated after each of two iterations, which change no weight, and at the end.
+        run = ranks.train([*flags, *batches, *topology], size).check()
+        assert worst_difference(run.evaluated("nelbo"), expected * 3) < CURVE_TOLERANCE
 
 
 @pytest.mark.parametrize("order", ["single", "cyclic"])

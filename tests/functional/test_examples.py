@@ -37,10 +37,15 @@ def from_file(name: str, *arguments: str) -> list[str]:
     return ["--yaml-cfg", str(MODELS / f"{name}.yaml"), *WITHOUT_DATA.split(), *arguments]
 
 
-def validated(name: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
+def validated(name: str, ranks: Ranks, folder: Path, *, as_on_hopper: bool = False) -> dict[str, Any]:
     vocabulary = STAND_IN_VOCABULARY[name.split("_")[0]]
     arguments = from_file(name, "--vocab-size", str(vocabulary))
-    request = {"arguments": arguments, "world_size": WORLD_SIZES[name], "facts": str(folder / "facts.json")}
+    request = {
+        "arguments": arguments,
+        "world_size": WORLD_SIZES[name],
+        "facts": str(folder / "facts.json"),
+        "as_on_hopper": as_on_hopper,
+    }
     ranks.call("tests.support.example_arguments:validate", request).check()
     facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
     return facts
@@ -50,9 +55,12 @@ def test_every_model_file_is_tested() -> None:
     assert {path.stem for path in MODELS.iterdir()} == set(WORLD_SIZES)
 
 
+@pytest.mark.parametrize("as_on_hopper", [False, True], ids=["CPU", "Hopper"])
 @pytest.mark.parametrize("name", WORLD_SIZES)
-def test_a_model_file_passes_all_checks_at_its_world_size(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    facts = validated(name, ranks, tmp_path)
+def test_a_model_file_passes_all_checks_at_its_world_size(
+    name: str, as_on_hopper: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    facts = validated(name, ranks, tmp_path, as_on_hopper=as_on_hopper)
     assert facts["diffusion_scheme"] == "CSBP"
     assert facts["data_parallel_size"] == 1
     assert facts["context_parallel_size"] == facts["block_parallel_size"] == 8
@@ -79,6 +87,20 @@ def test_a_model_file_trains_when_made_small(name: str, world_size: int, size: l
     assert run.evaluated("nelbo")[0] > 0.0
 
 
+def test_a_model_file_trains_as_on_a_gpu_without_transformer_engine_and_apex(ranks: Ranks) -> None:
+    arguments = [*from_file("nemotron_labs_diffusion_8b", *SMALL.split()), "--tensor-model-parallel-size", "2"]
+    run = ranks.train(arguments, 4, hooks=["tests.support.pretended_gpu:pretend_hopper"]).check()
+    assert len(run.losses()) == 3
+    for line in (
+        "note: CUDA_DEVICE_MAX_CONNECTIONS was not set; it is 1 now",
+        "transformer_impl: transformer_engine -> local (Transformer Engine is not installed",
+        "gradient_accumulation_fusion: True -> False (Apex' fused weight gradient",
+        "no_persist_layer_norm: False -> True (Apex' persistent layer norm is not installed: no apex)",
+        "apply_rope_fusion: True -> False",
+    ):
+        assert line in run.output
+
+
 def dry_run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(JOB_SCRIPT), *arguments]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
@@ -91,6 +113,7 @@ def test_the_job_script_prints_one_task_for_each_node_and_one_rank_for_each_gpu(
     assert run.returncode == 0, run.stderr
     assert "srun --nodes 4 --ntasks 4 --ntasks-per-node 1" in run.stdout
     assert "--nnodes 4 --nproc-per-node 8" in run.stdout
+    assert run.stdout.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 srun ")
     assert "--rdzv-endpoint node7:29500" in run.stdout
     assert "-m megatron_csbp.pretrain_gpt" in run.stdout
     assert rf"--yaml-cfg {tmp_path}/a\ b.yaml" in run.stdout

@@ -24,7 +24,7 @@ UNIT = SEQUENCE_LENGTH // 2 * 2 * 2 * 16 * 4
 MICRO_BATCHES = 4
 TOPOLOGIES = {
     "one rank": (1, ""),
-    "tp2 x cp2": (4, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
+    "tp2 x cp2": (4, "--tensor-model-parallel-size 2 --context-parallel-size 2 --context-scheme cp"),
     "interleaved pp2 x csbp2 with recomputation in bf16": (
         4,
         "--bf16 --context-parallel-size 2 --bp-size 2 --pipeline-model-parallel-size 2 "

@@ -2,19 +2,24 @@
 """Cases of distributed attention, and running one on a whole context group to get a result over whole rows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.communication import ContextGroupExchange, KeyValueExchange
-from megatron_csbp.transformer.csbp_attention import AttentionContext, block_diffusion_attention
+from megatron_csbp.transformer.geometry.layer_plans import rank_rows
+from megatron_csbp.transformer.geometry.plan import AttentionPlan, plan_attention
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.sample import Sample, active_from_blocks
+from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme, Sharding
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, WindowAnchor
 from megatron_csbp.transformer.kernels import AttentionKernel, select_kernel
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
-from tests.support.dense_oracle import Problem, Result, random_problem, whole_rows
+from tests.support.dense_oracle import Problem, Result, dense_attention, random_problem, whole_rows
 from tests.support.simulated_group import RankOfGroup, run_ranks
 
 DISTRIBUTED_SCHEMES = (Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
@@ -35,6 +40,11 @@ class Case:
     num_key_value_heads: int = 1
     head_dim: int = 8
     micro_batch_size: int = 1
+    num_views: int = 1
+    window: int | None = None
+    anchor: WindowAnchor = WindowAnchor.POSITION
+    documents: tuple[tuple[int, int], ...] | None = None
+    active: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def sequence_length(self) -> int:
@@ -42,29 +52,46 @@ class Case:
         return self.blocks_per_chunk * self.block_size * (1 if self.group_size == 1 else 2 * self.group_size)
 
     def __str__(self) -> str:
-        return (
-            f"{self.scheme}-P{self.group_size}-M{self.block_size}-n{self.blocks_per_chunk}-{self.clean_attention}-"
-            f"{self.assignment}-N{self.num_query_heads}K{self.num_key_value_heads}-B{self.micro_batch_size}"
-        ).replace(" ", "_")
+        parts = [
+            f"{self.scheme}-P{self.group_size}-M{self.block_size}-n{self.blocks_per_chunk}-{self.clean_attention}",
+            f"{self.assignment}-N{self.num_query_heads}K{self.num_key_value_heads}-B{self.micro_batch_size}",
+        ]
+        if self.num_views > 1:
+            parts.append(f"V{self.num_views}")
+        if self.window is not None:
+            parts.append(f"w{self.window}-{self.anchor}")
+        if self.documents is not None:
+            parts.append(f"{len(self.documents)}documents")
+        if self.active is not None:
+            parts.append(f"active{'+'.join(str(len(blocks)) for blocks in self.active)}")
+        return "-".join(parts).replace(" ", "_")
 
-    def layout(self, rank: int) -> SequenceLayout:
-        return SequenceLayout(
-            sequence_length=self.sequence_length,
-            block_size=self.block_size,
-            group_size=self.group_size,
-            rank=rank,
-            scheme=self.scheme,
-            assignment=self.assignment,
-        )
+    @property
+    def sample(self) -> Sample:
+        blocks = self.sequence_length // self.block_size
+        active = None if self.active is None else active_from_blocks(self.active, blocks)
+        documents = None if self.documents is None else np.array(self.documents)
+        return Sample(self.sequence_length, self.block_size, self.num_views, documents, active)
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding(self.group_size, self.scheme, self.assignment)
+
+    @property
+    def mask(self) -> Mask:
+        return Mask(self.clean_attention, self.window, self.anchor)
+
+    def rows(self, rank: int) -> RankRows:
+        return rank_rows(self.sample, self.sharding, rank)
 
     def plan(self, rank: int) -> AttentionPlan:
-        return AttentionPlan(self.layout(rank), self.clean_attention)
+        return plan_attention(self.rows(rank), self.mask)
 
     def context(
         self, rank: int, exchange: KeyValueExchange | None, kernel: AttentionKernel = TORCH_KERNEL
     ) -> AttentionContext:
         plan = self.plan(rank)
-        return AttentionContext(plan, kernel, self.head_dim**-0.5, exchange if plan.exchanged_streams else None)
+        return AttentionContext(plan, kernel, self.head_dim**-0.5, exchange if plan.exchanges else None)
 
     def problem(self, seed: int = 0) -> Problem:
         return random_problem(
@@ -73,8 +100,18 @@ class Case:
             num_key_value_heads=self.num_key_value_heads,
             head_dim=self.head_dim,
             micro_batch_size=self.micro_batch_size,
+            num_views=self.num_views,
             seed=seed,
         )
+
+    def dense(self, problem: Problem) -> Result:
+        """Return the truth, on the rows that exist: those of blocks that are not active have no gradient to give."""
+        held = torch.zeros(problem.query.shape[0], dtype=torch.bool)
+        for rank in range(self.group_size):
+            held[whole_rows(self.rows(rank))] = True
+        grad_out = problem.grad_out * held[:, None, None, None]
+        result = dense_attention(replace(problem, grad_out=grad_out), self.sample, self.mask)
+        return replace(result, out=result.out * held[:, None, None, None])
 
 
 def attend_on_rank(case: Case, problem: Problem, context: AttentionContext) -> Result:
@@ -83,9 +120,9 @@ def attend_on_rank(case: Case, problem: Problem, context: AttentionContext) -> R
     Summed over the ranks, the shares are the whole result: a row of the output counts on one rank only, and a gradient
     of the loss at a row enters on that rank only, as in training.
     """
-    layout = context.plan.layout
-    rows = whole_rows(layout)
-    counted = torch.from_numpy(layout.is_counted)
+    rank_rows = context.plan.rows
+    rows = whole_rows(rank_rows)
+    counted = torch.from_numpy(rank_rows.is_counted)
     inputs = [tensor[rows].requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
     out = block_diffusion_attention(inputs[0], inputs[1], inputs[2], context)
     grad_out = problem.grad_out[rows] * counted[:, None, None, None]
@@ -119,7 +156,7 @@ def attend_on_group(
     """Run forward and backward on a simulated group (see the fixture `simulated_collectives`)."""
 
     def run(member: RankOfGroup) -> Result:
-        exchange = make_exchange(member) if case.plan(member.rank).exchanged_streams else None
+        exchange = make_exchange(member) if case.plan(member.rank).exchanges else None
         return attend_on_rank(case, problem, case.context(member.rank, exchange, kernel))
 
     return add_results(run_ranks(case.group_size, run))
@@ -140,7 +177,7 @@ def gradients_on_group(
         exchange, ledger = ContextGroupExchange(member), TrafficLedger()
         exchange.ledger = LayerLedger(ledger, layer=1)
         context = adapt(case.context(member.rank, exchange))
-        rows = whole_rows(context.plan.layout)
+        rows = whole_rows(context.plan.rows)
         inputs = [tensor[rows].requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
         out = wrap(attention(context))(inputs[0], inputs[1], inputs[2])
         out.backward(problem.grad_out[rows])

@@ -9,10 +9,10 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
+from megatron_csbp.transformer.layout import SequenceLayout, Stream
 from torch import Tensor
 
 from megatron_csbp.transformer.communication import ContextGroupExchange, PendingWork
-from megatron_csbp.transformer.layout import SequenceLayout, Stream
 
 
 class DelayedExchange:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-diffusion attention written out over the whole sequence, with a full mask: the truth of the attention tests.
+"""Block-diffusion attention written out over the whole sample, with a full mask: the truth of the attention tests.
 
-Shapes: W = 2L whole rows, the corrupted copy first and then the clean copy, both by position; B micro-batch, N query
-heads, K key/value heads, D head dim, L clean length.
+Shapes: W = (V+1) L whole rows, view by view and then the clean copy, each by position; B micro-batch, N query heads,
+K key/value heads, D head dim, L clean length, V views.
 """
 
 from dataclasses import dataclass, fields
@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer.attention_plan import CleanAttention
-from megatron_csbp.transformer.layout import SequenceLayout
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import CLEAN
+from megatron_csbp.transformer.geometry.visibility import Mask, dense_mask
 
 
 @dataclass(frozen=True)
@@ -37,19 +39,22 @@ class Result:
     dk: Tensor
     dv: Tensor
 
-    def parts(self) -> dict[str, Tensor]:
-        """Return the output and the gradients of each copy on its own: eight tensors, six of them gradients."""
+    def parts(self, num_views: int = 1) -> dict[str, Tensor]:
+        """Return output and gradients of each kind of copy on its own: eight tensors, six of them gradients."""
         parts = {}
         for field in fields(self):
-            corrupted, clean = getattr(self, field.name).chunk(2)
-            parts |= {f"corrupted {field.name}": corrupted, f"clean {field.name}": clean}
+            whole = getattr(self, field.name)
+            clean = whole.shape[0] // (num_views + 1)
+            corrupted_part, clean_part = whole[:-clean], whole[-clean:]
+            parts |= {f"corrupted {field.name}": corrupted_part, f"clean {field.name}": clean_part}
         return parts
 
-    def max_errors(self, other: "Result") -> dict[str, float]:
+    def max_errors(self, other: "Result", num_views: int = 1) -> dict[str, float]:
         """Return the largest absolute difference in each part."""
-        theirs = other.parts()
+        theirs = other.parts(num_views)
         return {
-            name: (part.double() - theirs[name].double()).abs().max().item() for name, part in self.parts().items()
+            name: (part.double() - theirs[name].double()).abs().max().item()
+            for name, part in self.parts(num_views).items()
         }
 
 
@@ -60,44 +65,41 @@ def random_problem(
     num_key_value_heads: int,
     head_dim: int,
     micro_batch_size: int = 1,
+    num_views: int = 1,
     seed: int = 0,
 ) -> Problem:
     """Return a problem in fp64 with normal entries."""
     generator = torch.Generator().manual_seed(seed)
     heads = (num_query_heads, num_key_value_heads, num_key_value_heads, num_query_heads)
+    rows = (num_views + 1) * sequence_length
     return Problem(
-        *(
-            torch.randn(2 * sequence_length, micro_batch_size, n, head_dim, dtype=torch.float64, generator=generator)
-            for n in heads
-        )
+        *(torch.randn(rows, micro_batch_size, n, head_dim, dtype=torch.float64, generator=generator) for n in heads)
     )
 
 
-def allowed_mask(sequence_length: int, block_size: int, clean_attention: CleanAttention) -> Tensor:
-    """Return who sees whom, bool [W, W]: straight from the definition of the block-diffusion mask."""
-    position = torch.arange(sequence_length)
-    block = position // block_size
-    corrupted_corrupted = block[:, None] == block
-    corrupted_clean = block[:, None] > block
-    clean_clean = block[:, None] >= block
-    if clean_attention is CleanAttention.TOKEN_CAUSAL:
-        clean_clean = position[:, None] >= position
-    upper = torch.cat([corrupted_corrupted, corrupted_clean], dim=1)
-    lower = torch.cat([torch.zeros_like(clean_clean), clean_clean], dim=1)
-    return torch.cat([upper, lower])
+def allowed_mask(sample: Sample, mask: Mask) -> Tensor:
+    """Return who sees whom, bool [W, W]."""
+    positions = np.tile(np.arange(sample.length), sample.num_views + 1)
+    copies = np.repeat([*sample.views, CLEAN], sample.length)
+    return torch.from_numpy(dense_mask(sample, mask, (positions, copies), (positions, copies)))
 
 
-def dense_attention(problem: Problem, block_size: int, clean_attention: CleanAttention) -> Result:
-    """Attend with the full mask, in the dtype of the problem; gradients by autograd."""
+def dense_attention(problem: Problem, sample: Sample, mask: Mask) -> Result:
+    """Attend with the full mask, in the dtype of the problem; gradients by autograd. A row without keys gives 0."""
     query, key, value = (t.detach().requires_grad_() for t in (problem.query, problem.key, problem.value))
     group = query.shape[2] // key.shape[2]
     scores_BNWW = torch.einsum("sbnd,ubnd->bnsu", query, key.repeat_interleave(group, 2)) * query.shape[-1] ** -0.5
-    mask_WW = allowed_mask(query.shape[0] // 2, block_size, clean_attention)
-    weights_BNWW = scores_BNWW.masked_fill(~mask_WW, -torch.inf).softmax(-1)
+    mask_WW = allowed_mask(sample, mask)
+    sees_W = mask_WW.any(dim=1)
+    # A row without keys sees all in the softmax and is cut out afterwards: no NaN on the way.
+    weights_BNWW = scores_BNWW.masked_fill(~(mask_WW | ~sees_W[:, None]), -torch.inf).softmax(-1)
     out = torch.einsum("bnsu,ubnd->sbnd", weights_BNWW, value.repeat_interleave(group, 2))
+    out = out * sees_W[:, None, None, None]
     return Result(out.detach(), *torch.autograd.grad(out, (query, key, value), problem.grad_out))
 
 
-def whole_rows(layout: SequenceLayout) -> Tensor:
+def whole_rows(rows: RankRows) -> Tensor:
     """Return the whole row that each local row of a rank is, int64 [S]."""
-    return torch.from_numpy(layout.positions + np.where(layout.is_corrupted, 0, layout.sequence_length))
+    sample = rows.sample
+    copies = np.where(rows.copies == CLEAN, sample.num_views, rows.copies)
+    return torch.from_numpy(rows.sample_positions + copies * sample.length)

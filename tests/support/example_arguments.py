@@ -27,11 +27,17 @@ def validate(request: dict[str, Any]) -> None:
     """Validate a command line and write down what came out.
 
     Args:
-        request: `arguments`; `world_size`; `facts`: file to write JSON to.
+        request: `arguments`; `world_size`; `facts`: file to write JSON to; `as_on_hopper`: whether to check what is
+            checked on such a GPU without Transformer Engine and Apex.
     """
     from megatron_csbp import cpu_runtime, megatron_compat, training_setup
+    from megatron_csbp.configuration.hardware_queues import set_one_queue
+    from tests.support.pretended_gpu import pretend_hopper
 
     os.environ["WORLD_SIZE"] = str(request["world_size"])
+    if request.get("as_on_hopper", False):
+        pretend_hopper()
+        set_one_queue(request["arguments"], os.environ)
     runtime = cpu_runtime.install("cpu")
     megatron_compat.ensure_dataset_helpers()
     sys.argv = ["pretrain_gpt", *request["arguments"]]

@@ -4,6 +4,8 @@
 A computing stream runs what the host gives it at once. A side stream queues it, and its queue is run up to an event
 when a computing stream waits for that event. So whatever is used without its wait is still NaN. Each thread, which
 stands for a rank, has its own computing stream. Nothing here can synchronise the host: a call that does is an error.
+
+When the kernels of a rank would run on a GPU whose streams share one hardware queue, its `OneQueue` says.
 """
 
 import threading
@@ -21,6 +23,7 @@ from torch import Tensor
 from megatron_csbp.transformer import communication, streams
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from megatron_csbp.transformer.streams import CudaSideStream
+from tests.support.one_queue import COLLECTIVE, TILE, OneQueue
 from tests.support.simulated_group import RankOfGroup, RenamedCollectives, use_simulated
 
 
@@ -32,7 +35,8 @@ class FakeStream:
         ticks: kernels of the computing stream that are done for sure when this stream's next work starts.
     """
 
-    def __init__(self, *, computes: bool = False) -> None:
+    def __init__(self, hardware: OneQueue, *, computes: bool = False) -> None:
+        self.hardware = hardware
         self.queue: list[Callable[[], None]] = []
         self.ticks = 0
         self._computes = computes
@@ -46,9 +50,10 @@ class FakeStream:
             self._issued += 1
 
     def record_event(self) -> "FakeEvent":
-        return FakeEvent(self, self._issued, self.ticks)
+        return FakeEvent(self, self._issued, self.ticks, self.hardware.record(self))
 
     def wait_event(self, event: "FakeEvent") -> None:
+        self.hardware.wait(self, event.number)
         if self._computes:
             event.stream.run_until(event.position)
         else:
@@ -68,6 +73,7 @@ class FakeEvent:
     stream: FakeStream
     position: int
     ticks: int
+    number: int | None
 
 
 class FakeCuda:
@@ -75,15 +81,17 @@ class FakeCuda:
 
     Attributes:
         priorities: priority of each stream that was made.
+        hardware: the hardware queue of each rank.
     """
 
     def __init__(self) -> None:
         self._local = threading.local()
         self.priorities: list[int] = []
+        self.hardware: list[OneQueue] = []
 
     def Stream(self, device: torch.device, priority: int) -> FakeStream:
         self.priorities.append(priority)
-        return FakeStream()
+        return FakeStream(self.computing_stream().hardware)
 
     def current_stream(self, device: torch.device | None = None) -> FakeStream:
         stack: list[FakeStream] = self._stack()
@@ -107,7 +115,8 @@ class FakeCuda:
 
     def _stack(self) -> list[FakeStream]:
         if not hasattr(self._local, "stack"):
-            self._local.stack = [FakeStream(computes=True)]
+            self.hardware.append(OneQueue())
+            self._local.stack = [FakeStream(self.hardware[-1], computes=True)]
         stack: list[FakeStream] = self._local.stack
         return stack
 
@@ -119,24 +128,38 @@ class TickingKernel(TorchCpuKernel):
         self._cuda = cuda
 
     def forward(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        self._cuda.computing_stream().ticks += 1
+        self._tick()
         return super().forward(*tensors, **options)
 
     def backward(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        self._cuda.computing_stream().ticks += 1
+        self._tick()
         return super().backward(*tensors, **options)
+
+    def _tick(self) -> None:
+        stream = self._cuda.computing_stream()
+        stream.ticks += 1
+        stream.hardware.launch(stream, "tile", TILE)
 
 
 class _StreamWork:
-    """Collectives of one call: their wait holds up the current stream, and ends the hold on their tensors."""
+    """Collectives of one asynchronous call, which run on a stream of NCCL's own.
+
+    Their wait holds up the current stream, and ends the hold on their tensors.
+    """
 
     def __init__(self, cuda: FakeCuda, parts: list["_Part"]) -> None:
         self._cuda = cuda
         self._parts = parts
+        hardware = cuda.computing_stream().hardware
+        hardware.wait(hardware, hardware.record(cuda.current_stream()))
+        hardware.launch(hardware, "collective", COLLECTIVE)
+        self._end = hardware.record(hardware)
 
     def wait(self) -> None:
+        stream = self._cuda.current_stream()
+        stream.hardware.wait(stream, self._end)
         for part in self._parts:
-            self._cuda.current_stream().give(part.weakly())
+            stream.give(part.weakly())
         self._parts = []
 
 
@@ -176,15 +199,15 @@ class StreamedCollectives(RenamedCollectives):
 
     @contextmanager
     def _coalescing_manager(self, group: RankOfGroup, async_ops: bool) -> Iterator[SimpleNamespace]:
-        assert async_ops
         parts = self._local.parts = []
         coalesced = SimpleNamespace(works=[])
         yield coalesced
         self._local.parts = None
         self.group_calls.append(len(parts))
-        coalesced.works.append(_StreamWork(self.cuda, parts))
+        if (work := self._run(parts, async_ops)) is not None:
+            coalesced.works.append(work)
 
-    def _work(self, deliver: Callable[[Tensor, Tensor], None], out: Tensor, given: Tensor) -> Any:
+    def _work(self, deliver: Callable[[Tensor, Tensor], None], out: Tensor, given: Tensor, async_op: bool) -> Any:
         current, computing = self.cuda.current_stream(), self.cuda.computing_stream()
         assert current is not computing, "a collective on the computing stream hides behind nothing"
         assert current.ticks == computing.ticks, "the collective does not wait for the computation before it"
@@ -192,7 +215,17 @@ class StreamedCollectives(RenamedCollectives):
         if getattr(self._local, "parts", None) is not None:
             self._local.parts.append(part)
             return object()
-        return _StreamWork(self.cuda, [part])
+        return self._run([part], async_op)
+
+    def _run(self, parts: list[_Part], async_op: bool) -> _StreamWork | None:
+        """Run collectives as one kernel: on the current stream, or asynchronously on NCCL's own."""
+        if async_op:
+            return _StreamWork(self.cuda, parts)
+        stream = self.cuda.current_stream()
+        stream.hardware.launch(stream, "collective", COLLECTIVE)
+        for part in parts:
+            stream.give(part.weakly())
+        return None
 
 
 class UncoalescedCollectives(StreamedCollectives):

@@ -101,19 +101,35 @@ class SimulatedCollectives:
         return self.backend
 
     def all_gather_into_tensor(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> Any:
-        return self._start("all_gather", out, given, group, torch.cat)
+        return self._start("all_gather", out, given, group, torch.cat, async_op)
 
-    def all_to_all_single(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> Any:
+    def all_to_all_single(
+        self,
+        out: Tensor,
+        given: Tensor,
+        out_counts: list[int] | None = None,
+        in_counts: list[int] | None = None,
+        *,
+        group: RankOfGroup,
+        async_op: bool,
+    ) -> Any:
+        # What each rank sends to this one, from the counts that both must agree on.
+        counts = torch.tensor(in_counts or [given.shape[0] // group.group.size] * group.group.size)
+        expected = out_counts or [out.shape[0] // group.group.size] * group.group.size
+        all_counts = group.group.meet(group.rank, counts)
+        assert [int(theirs[group.rank]) for theirs in all_counts] == list(expected), "ranks disagree on what is sent"
+
         def shares(tensors: list[Tensor]) -> Tensor:
-            return torch.cat([tensor.chunk(group.group.size)[group.rank] for tensor in tensors])
+            parts = [t.split(c.tolist())[group.rank] for t, c in zip(tensors, all_counts, strict=True)]
+            return torch.cat(parts)
 
-        return self._start("all_to_all", out, given, group, shares)
+        return self._start("all_to_all", out, given, group, shares, async_op)
 
     def reduce_scatter_tensor(self, out: Tensor, given: Tensor, group: RankOfGroup, async_op: bool) -> Any:
         def total(tensors: list[Tensor]) -> Tensor:
             return torch.stack([tensor.chunk(group.group.size)[group.rank] for tensor in tensors]).sum(0)
 
-        return self._start("reduce_scatter", out, given, group, total)
+        return self._start("reduce_scatter", out, given, group, total, async_op)
 
     def _start(
         self,
@@ -122,6 +138,7 @@ class SimulatedCollectives:
         given: Tensor,
         member: RankOfGroup,
         combine: Callable[[list[Tensor]], Tensor],
+        async_op: bool,
     ) -> Any:
         assert all(t.is_contiguous() for t in (out, given)), "collectives take contiguous tensors"
         self.payloads.append((member.rank, name, given.detach().clone()))
@@ -131,9 +148,10 @@ class SimulatedCollectives:
         def deliver(out: Tensor, given: Tensor) -> None:
             _fill(out, combine(member.group.meet(member.rank, given)) if arrived is None else arrived)
 
-        return self._work(deliver, out, given)
+        return self._work(deliver, out, given, async_op)
 
-    def _work(self, deliver: Callable[[Tensor, Tensor], None], out: Tensor, given: Tensor) -> Any:
+    def _work(self, deliver: Callable[[Tensor, Tensor], None], out: Tensor, given: Tensor, async_op: bool) -> Any:
+        assert async_op, "the host would wait"
         return _Work(lambda: deliver(out, given))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan
+from megatron_csbp.transformer.geometry.plan import AttentionPlan
 from megatron_csbp.transformer.kernels.flex_mask import local_block_mask
 from megatron_csbp.transformer.kernels.torch_cuda import TorchCudaKernel
 
@@ -79,7 +79,7 @@ def _attend(
     query_SBND: Tensor, key_SBKD: Tensor, value_SBKD: Tensor, plan: AttentionPlan, scale: float
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Return inputs that need a gradient, and output [S, B, N, D] and log-sum-exp [S, B, N] as functions of them."""
-    block_mask = local_block_mask(plan.layout, plan.clean_attention, query_SBND.device)
+    block_mask = local_block_mask(plan, query_SBND.device)
     with torch.enable_grad():
         inputs = [tensor.detach().requires_grad_() for tensor in (query_SBND, key_SBKD, value_SBKD)]
         out_BNSD, aux = compiled_flex_attention()(

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan
+from megatron_csbp.transformer.geometry.plan import AttentionPlan
 
 
 @runtime_checkable

@@ -15,20 +15,31 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.geometry.plan import AttentionPlan, plan_attention
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Sharding
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, dense_mask
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.kernels.local_interface import LocalKernel
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.selection import select_kernel
-from megatron_csbp.transformer.layout import SequenceLayout
 from megatron_csbp.transformer.softmax_merge import merge_partial
-from megatron_csbp.transformer.tile import MaskKind
 
 # Largest error, relative to the largest entry. A wrong kernel is off by the order of 1.
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-4, torch.float64: 1e-9}
 
+# Causal, G, T, U. Prefix tiles, which are most of the work, have lengths like those of the second half.
+_CASES = (
+    (True, 1, 96, 96),
+    (False, 2, 48, 80),
+    (False, 5, 4, 4),
+    (True, 1, 128, 128),
+    (False, 1, 128, 384),
+    (False, 2, 128, 128),
+)
 _NAMES = ("output", "log-sum-exp", "gradient of the query", "gradient of the key", "gradient of the value")
-_ALTERNATIVE = {"transformer_engine": "torch", "flex": "torch", "torch": "transformer_engine"}
+_ALTERNATIVE = {"transformer_engine": "torch", "flex": "torch", "hybrid": "torch", "torch": "transformer_engine"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,12 @@ class HeadShape:
 
 @cache
 def checked_kernel(
-    name: str, device: torch.device, dtype: torch.dtype, heads: HeadShape, megatron_attention_backend: str = "auto"
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: HeadShape,
+    megatron_attention_backend: str = "auto",
+    static_chunk_rows: int | None = None,
 ) -> AttentionKernel:
     """Return the kernel that `select_kernel` chooses, after its self-test; each combination is tested once.
 
@@ -58,11 +74,12 @@ def checked_kernel(
         dtype: their dtype.
         heads: heads on this rank.
         megatron_attention_backend: value of Megatron's `--attention-backend`.
+        static_chunk_rows: C, if all samples have one geometry.
 
     Raises:
         ValueError: see `select_kernel` and `check_kernel`.
     """
-    kernel = select_kernel(name, device, megatron_attention_backend)
+    kernel = select_kernel(name, device, megatron_attention_backend, static_chunk_rows)
     check_kernel(kernel, device, dtype, heads)
     return kernel
 
@@ -70,8 +87,9 @@ def checked_kernel(
 def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, heads: HeadShape) -> None:
     """Compare a kernel with the reference on tiny cases, forward and backward.
 
-    The cases: a causal square; a rectangle whose keys come in two parts, merged, with the backward of each part from
-    merged results; many small squares; rows whose scores are all very negative; for a `LocalKernel` the local tiles of
+    The cases: causal squares; rectangles whose keys come in two parts, merged, with the backward of each part from
+    merged results; many small squares; each with lengths that are multiples of 128, for which backends choose another
+    operator or mask, and with others; rows whose scores are all very negative; for a `LocalKernel` the local tiles of
     a small plan.
 
     Args:
@@ -86,12 +104,12 @@ def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dty
     try:
         with torch.no_grad(), _on(device):
             _leave_nan_in_free_memory(device)
-            for causal, problems, rows, keys in ((True, 1, 96, 96), (False, 2, 48, 80), (False, 5, 4, 4)):
+            for causal, problems, rows, keys in _CASES:
                 inputs = _inputs(problems, rows, keys, dtype, device, heads)
                 got = _run_in_two_parts(kernel, inputs) if keys > rows else _run(kernel, inputs, causal)
                 exact = _run(ReferenceKernel(), [tensor.double() for tensor in inputs], causal)
                 _compare(kernel, device, dtype, got, exact)
-            for rows in (64, 192):
+            for rows in (64, 128, 192):
                 _check_negative_scores(kernel, device, dtype, heads, rows)
             if isinstance(kernel, LocalKernel):
                 _check_local(kernel, device, dtype, heads)
@@ -149,8 +167,8 @@ def _run_in_two_parts(kernel: AttentionKernel, inputs: list[Tensor]) -> list[Ten
 def _check_local(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, heads: HeadShape) -> None:
     """Compare the local tiles of one rank that holds a whole small sequence; its rows are no multiple of 128."""
     assert isinstance(kernel, LocalKernel)
-    plan = AttentionPlan(SequenceLayout(sequence_length=160, block_size=16), CleanAttention.TOKEN_CAUSAL)
-    rows = plan.layout.num_rows
+    plan = plan_attention(RankRows(Sample(160, 16), Sharding()), Mask(CleanAttention.TOKEN_CAUSAL))
+    rows = plan.rows.num_rows
     inputs = _inputs(1, rows, rows, dtype, device, heads)
     grad_out, query, key, value = (tensor.transpose(0, 1) for tensor in inputs)
     scale = heads.head_dim**-0.5
@@ -164,11 +182,8 @@ def _check_local(kernel: AttentionKernel, device: torch.device, dtype: torch.dty
 def _dense_local(inputs: list[Tensor], plan: AttentionPlan, scale: float) -> list[Tensor]:
     """Return output, log-sum-exp and gradients of the local tiles, from a dense mask."""
     grad_out, query, key, value = inputs
-    allowed_SS = torch.zeros(2 * (query.shape[1],), dtype=torch.bool, device=query.device)
-    for tile in plan.local_tiles:
-        for rows, keys in zip(tile.query.rows(), tile.key.rows(), strict=True):
-            block = allowed_SS[int(rows[0]) : int(rows[-1]) + 1, int(keys[0]) : int(keys[-1]) + 1]
-            block |= torch.ones_like(block).tril() if tile.mask is MaskKind.CAUSAL else torch.ones_like(block)
+    rows = (plan.rows.sample_positions, plan.rows.copies)
+    allowed_SS = torch.from_numpy(dense_mask(plan.rows.sample, plan.mask, rows, rows)).to(query.device)
     with torch.enable_grad():
         query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
         repeats = query.shape[2] // key.shape[2]
@@ -218,7 +233,7 @@ def _blame(kernel: AttentionKernel, device: torch.device) -> str:
 def _advice(kernel: AttentionKernel) -> str:
     return (
         f"Use --csbp-attention-backend {_ALTERNATIVE.get(kernel.name, 'torch')}, and please report it with the output "
-        "of python -m megatron_csbp.gpu_check."
+        "of python -m megatron_csbp.tools.gpu_check."
     )
 
 

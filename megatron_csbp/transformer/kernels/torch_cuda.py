@@ -5,13 +5,12 @@ Shapes: G independent problems of one tile, T rows, U keys, N query heads, K key
 the operators is [G, N, T, D] over memory in [G, T, N, D] order, so every transpose here is a view.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend
 
+from megatron_csbp.transformer.kernels.batch_limits import CUDNN_PROBLEMS, flash_problems, in_batches
 from megatron_csbp.transformer.kernels.cudnn_tails import ends_within_a_group
 
 _aten = torch.ops.aten
@@ -40,17 +39,19 @@ class TorchCudaKernel:
         Raises:
             ValueError: PyTorch has neither operator for this dtype, head dim or device.
         """
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query_GTND, key_GUKD, value_GUKD))
-        if choose_operator(query, key, value, causal=causal, scale=scale) == SDPBackend.CUDNN_ATTENTION:
-            out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-                query, key, value, None, True, 0.0, causal, False, scale=scale
-            )
-            self._cudnn_lse_dims = lse.dim()
-            lse = lse.reshape(query.shape[:3])
+        tensors = tuple(tensor.transpose(1, 2) for tensor in (query_GTND, key_GUKD, value_GUKD))
+        if choose_operator(*tensors, causal=causal, scale=scale) == SDPBackend.CUDNN_ATTENTION:
+
+            def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+                out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+                    query, key, value, None, True, 0.0, causal, False, scale=scale
+                )
+                self._cudnn_lse_dims = lse.dim()
+                return out, lse.reshape(query.shape[:3])
+
+            out, lse = in_batches(attend, tensors, CUDNN_PROBLEMS)
         else:
-            out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-                query, key, value, 0.0, causal, False, scale=scale
-            )
+            out, lse, *_ = _aten._scaled_dot_product_flash_attention(*tensors, 0.0, causal, False, scale=scale)
         return out.transpose(1, 2), lse.transpose(1, 2)
 
     def backward(
@@ -78,14 +79,26 @@ class TorchCudaKernel:
         if choose_operator(query, key, value, causal=causal, scale=scale) == SDPBackend.CUDNN_ATTENTION:
             lse = lse_GNT.unsqueeze(-1) if self._cudnn_lse_dims == 4 else lse_GNT
             dropout = (_unused(query, ()), _unused(query, ()))
-            grads: Any = _aten._scaled_dot_product_cudnn_attention_backward(
-                *tensors, lse, *dropout, None, None, None, rows, keys, 0.0, causal, scale=scale
-            )
+            most = CUDNN_PROBLEMS
+
+            def differentiate(*tensors: Tensor) -> tuple[Tensor, ...]:
+                grads: tuple[Tensor, ...] = _aten._scaled_dot_product_cudnn_attention_backward(
+                    *tensors, *dropout, None, None, None, rows, keys, 0.0, causal, scale=scale
+                )
+                return grads[:3]
+
         else:
+            lse = lse_GNT
             dropout = (_unused(query, (2,)).to(torch.uint64), _unused(query, ()).to(torch.uint64))
-            grads = _aten._scaled_dot_product_flash_attention_backward(
-                *tensors, lse_GNT, None, None, rows, keys, 0.0, causal, *dropout, scale=scale
-            )
+            most = flash_problems(rows, query.shape[1], query.shape[3])
+
+            def differentiate(*tensors: Tensor) -> tuple[Tensor, ...]:
+                grads: tuple[Tensor, ...] = _aten._scaled_dot_product_flash_attention_backward(
+                    *tensors, None, None, rows, keys, 0.0, causal, *dropout, scale=scale
+                )
+                return grads[:3]
+
+        grads = in_batches(differentiate, (*tensors, lse), most)
         grad_query, grad_key, grad_value = (grad.transpose(1, 2) for grad in grads)
         return grad_query, grad_key, grad_value
 

@@ -7,6 +7,7 @@ Shapes: G independent problems of one tile, T rows, U keys, N query heads, K key
 import torch
 from torch import Tensor
 
+from megatron_csbp.transformer.kernels.batch_limits import CUDNN_PROBLEMS, in_batches
 from megatron_csbp.transformer.kernels.transformer_engine_adapter import FusedAttention
 from megatron_csbp.transformer.kernels.transformer_engine_symbols import import_symbols
 
@@ -30,12 +31,17 @@ class TransformerEngineKernel:
         self, query_GTND: Tensor, key_GUKD: Tensor, value_GUKD: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel.forward`."""
-        tensor_format = _cheaper_format(query_GTND, key_GUKD, value_GUKD)
-        query, key, value = (_arranged(t, tensor_format) for t in (query_GTND, key_GUKD, value_GUKD))
-        out, lse_GNT1 = self._functions.forward(
-            query, key, value, tensor_format=tensor_format, causal=causal, scale=scale
-        )
-        return _as_problems(out, tensor_format), lse_GNT1.squeeze(-1).transpose(1, 2)
+
+        def attend(*tensors_GTND: Tensor) -> tuple[Tensor, ...]:
+            tensor_format = _cheaper_format(*tensors_GTND)
+            query, key, value = (_arranged(tensor, tensor_format) for tensor in tensors_GTND)
+            out, lse_GNT1 = self._functions.forward(
+                query, key, value, tensor_format=tensor_format, causal=causal, scale=scale
+            )
+            return _as_problems(out, tensor_format), lse_GNT1.squeeze(-1).transpose(1, 2)
+
+        out_GTND, lse_GTN = in_batches(attend, (query_GTND, key_GUKD, value_GUKD), CUDNN_PROBLEMS)
+        return out_GTND, lse_GTN
 
     def backward(
         self,
@@ -50,19 +56,21 @@ class TransformerEngineKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionKernel.backward`. The gradients are in the input dtype: cuDNN writes no wider one."""
-        tensors = (grad_out_GTND, query_GTND, key_GUKD, value_GUKD, out_GTND)
-        tensor_format = _cheaper_format(*tensors)
-        grad_out, query, key, value, out = (_arranged(t, tensor_format) for t in tensors)
         statistics_dtype = torch.promote_types(query_GTND.dtype, torch.float32)
-        lse_GNT1 = lse_GTN.to(statistics_dtype).transpose(1, 2).unsqueeze(-1).contiguous()
-        grad_query, grad_key, grad_value = self._functions.backward(
-            grad_out, query, key, value, out, lse_GNT1, tensor_format=tensor_format, causal=causal, scale=scale
-        )
-        return (
-            _as_problems(grad_query, tensor_format),
-            _as_problems(grad_key, tensor_format),
-            _as_problems(grad_value, tensor_format),
-        )
+
+        def differentiate(*given: Tensor) -> tuple[Tensor, ...]:
+            *tensors_GTND, lse_GTN = given
+            tensor_format = _cheaper_format(*tensors_GTND)
+            grad_out, query, key, value, out = (_arranged(tensor, tensor_format) for tensor in tensors_GTND)
+            lse_GNT1 = lse_GTN.to(statistics_dtype).transpose(1, 2).unsqueeze(-1).contiguous()
+            grads = self._functions.backward(
+                grad_out, query, key, value, out, lse_GNT1, tensor_format=tensor_format, causal=causal, scale=scale
+            )
+            return tuple(_as_problems(grad, tensor_format) for grad in grads)
+
+        given = (grad_out_GTND, query_GTND, key_GUKD, value_GUKD, out_GTND, lse_GTN)
+        grad_query, grad_key, grad_value = in_batches(differentiate, given, CUDNN_PROBLEMS)
+        return grad_query, grad_key, grad_value
 
 
 def _cheaper_format(*tensors_GTND: Tensor) -> str:

@@ -10,7 +10,6 @@ heads, D head dim. Tensors are contiguous in `tensor_format`: "bshd" is [G, T, N
 """
 
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
@@ -19,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer.kernels.cudnn_tails import ends_within_a_group
+from megatron_csbp.transformer.kernels.transformer_engine_call import Call, describe
 from megatron_csbp.transformer.kernels.transformer_engine_symbols import Symbols
 
 # Arguments, and fields of the selector's question, that only some versions have; all others must be there.
 _OPTIONAL = frozenset({"o_format", "do_format", "dqkv_layout", "dqkv_dtype", "bottom_right_diagonal", "softmax_scale"})
 
-
-def deterministic_required() -> bool:
-    """Return whether only deterministic algorithms may run, by the rule of Transformer Engine's own modules."""
-    allowed = bool(int(os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")))
-    return torch.are_deterministic_algorithms_enabled() or not allowed
+_FORWARD_TENSORS = frozenset({"q", "k", "v"})
+_BACKWARD_TENSORS = _FORWARD_TENSORS | {"o", "d_o", "aux_ctx_tensors"}
 
 
 class FusedAttention:
     """Forward and backward of dense or causal attention with one calling convention for all versions.
+
+    The layers of a model make the same few calls over and over: what a call needs besides its tensors is put together
+    when it comes for the first time, and the selector is asked then.
 
     Args:
         symbols: what `import_symbols` returns.
@@ -47,7 +46,7 @@ class FusedAttention:
         self._forward_parameters = inspect.signature(symbols.fused_attn_fwd).parameters
         self._backward_parameters = inspect.signature(symbols.fused_attn_bwd).parameters
         self._params_fields = frozenset(field.name for field in fields(symbols.attention_params))
-        self._supported: set[tuple[object, ...]] = set()
+        self._prepared: dict[Call, tuple[dict[str, Any], dict[str, Any]]] = {}
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, tensor_format: str, causal: bool, scale: float
@@ -68,14 +67,11 @@ class FusedAttention:
         Raises:
             ValueError: Transformer Engine's selector finds no fused attention for this.
         """
-        common = self._common_arguments(query, key, value, tensor_format, causal, scale)
-        # A generator of its own: by default every call moves the device's, by a number of tiles that ranks differ in.
-        arguments = {**common, "is_training": True, "rng_gen": _generator(query.device)}
-        results = self._call(self._symbols.fused_attn_fwd, self._forward_parameters, arguments)
-        out, aux_ctx_tensors = results[0], results[1]
+        call = describe(query, key, value, tensor_format, causal, scale)
+        arguments, _ = self._arguments(call)
+        out, aux_ctx_tensors, *_ = self._symbols.fused_attn_fwd(**arguments, q=query, k=key, v=value)
         lse_GNT1 = aux_ctx_tensors[0]
-        problems, rows = _problems_and_rows(query, tensor_format)
-        if tuple(lse_GNT1.shape) != (problems, query.shape[2], rows, 1):
+        if tuple(lse_GNT1.shape) != (call.problems, query.shape[2], call.rows, 1):
             raise RuntimeError(
                 f"Transformer Engine {self._symbols.version} returned softmax statistics of shape "
                 f"{tuple(lse_GNT1.shape)}, not a log-sum-exp."
@@ -108,78 +104,78 @@ class FusedAttention:
             causal: as for `forward`.
             scale: as for `forward`.
         """
-        arguments = {
-            **self._common_arguments(query, key, value, tensor_format, causal, scale),
-            "o": out,
-            "d_o": grad_out,
-            "aux_ctx_tensors": [lse_GNT1, _rng_state(query.device)],
-            "deterministic": deterministic_required(),
-            "do_format": tensor_format,
-            "dqkv_layout": _layout(tensor_format),
-        }
-        if "dqkv_dtype" in self._backward_parameters:
-            arguments["dqkv_dtype"] = self._symbols.dtypes[query.dtype]
-        grads = self._call(self._symbols.fused_attn_bwd, self._backward_parameters, arguments)
+        _, arguments = self._arguments(describe(query, key, value, tensor_format, causal, scale))
+        tensors: dict[str, Any] = {"q": query, "k": key, "v": value, "o": out, "d_o": grad_out}
+        tensors["aux_ctx_tensors"] = [lse_GNT1, _rng_state(query.device)]
+        grads = self._symbols.fused_attn_bwd(**arguments, **tensors)
         return grads[0], grads[1], grads[2]
 
-    def _common_arguments(
-        self, query: Tensor, key: Tensor, value: Tensor, tensor_format: str, causal: bool, scale: float
-    ) -> dict[str, Any]:
-        """Return the arguments that both functions take, after asking the selector."""
-        # Transformer Engine reads raw pointers: a strided tensor would be misread without an error.
-        assert all(tensor.is_contiguous() for tensor in (query, key, value))
-        self._check_supported(query, key, tensor_format, causal, scale)
-        problems, rows = _problems_and_rows(query, tensor_format)
-        _, keys = _problems_and_rows(key, tensor_format)
+    def _arguments(self, call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what forward and backward get besides tensors, after asking the selector."""
+        if call not in self._prepared:
+            self._check_supported(call)
+            common = self._common_arguments(call)
+            # A generator of its own: by default every call moves the device's, by a number of tiles in which ranks
+            # differ.
+            forward = {**common, "is_training": True, "rng_gen": _generator(call.device)}
+            backward = {
+                **common,
+                "deterministic": call.deterministic,
+                "do_format": call.tensor_format,
+                "dqkv_layout": call.layout,
+            }
+            if "dqkv_dtype" in self._backward_parameters:
+                backward["dqkv_dtype"] = self._symbols.dtypes[call.dtype]
+            of_version = self._of_this_version
+            self._prepared[call] = (
+                of_version(self._symbols.fused_attn_fwd, self._forward_parameters, forward, _FORWARD_TENSORS),
+                of_version(self._symbols.fused_attn_bwd, self._backward_parameters, backward, _BACKWARD_TENSORS),
+            )
+        return self._prepared[call]
+
+    def _common_arguments(self, call: Call) -> dict[str, Any]:
+        """Return the arguments that both functions take."""
         return {
-            "max_seqlen_q": rows,
-            "max_seqlen_kv": keys,
-            "cu_seqlens_q": _cumulative_lengths(problems, rows, query.device),
-            "cu_seqlens_kv": _cumulative_lengths(problems, keys, query.device),
-            "q": query,
-            "k": key,
-            "v": value,
-            "fake_dtype": query.dtype,
+            "max_seqlen_q": call.rows,
+            "max_seqlen_kv": call.keys,
+            "cu_seqlens_q": _cumulative_lengths(call.problems, call.rows, call.device),
+            "cu_seqlens_kv": _cumulative_lengths(call.problems, call.keys, call.device),
+            "fake_dtype": call.dtype,
             "fused_attention_backend": self._symbols.backend,
-            "attn_scale": scale,
+            "attn_scale": call.scale,
             "dropout": 0.0,
-            "qkv_layout": _layout(tensor_format),
-            "o_format": tensor_format,
-            "attn_mask_type": _mask_type(causal, rows, keys),
+            "qkv_layout": call.layout,
+            "o_format": call.tensor_format,
+            "attn_mask_type": call.mask,
             "attn_bias_type": "no_bias",
-            "window_size": _window(causal),
+            "window_size": call.window,
         }
 
-    def _check_supported(self, query: Tensor, key: Tensor, tensor_format: str, causal: bool, scale: float) -> None:
-        """Ask Transformer Engine's selector, once for each kind of call."""
-        problems, rows = _problems_and_rows(query, tensor_format)
-        _, keys = _problems_and_rows(key, tensor_format)
+    def _check_supported(self, call: Call) -> None:
+        """Ask Transformer Engine's selector."""
         description: dict[str, Any] = {
-            "qkv_dtype": query.dtype,
-            "qkv_layout": _layout(tensor_format),
-            "batch_size": problems,
-            "num_heads": query.shape[2],
-            "num_gqa_groups": key.shape[2],
-            "max_seqlen_q": rows,
-            "max_seqlen_kv": keys,
-            "head_dim_qk": query.shape[3],
-            "head_dim_v": query.shape[3],
-            "attn_mask_type": _mask_type(causal, rows, keys),
-            "window_size": _window(causal),
+            "qkv_dtype": call.dtype,
+            "qkv_layout": call.layout,
+            "batch_size": call.problems,
+            "num_heads": call.query_shape[2],
+            "num_gqa_groups": call.key_shape[2],
+            "max_seqlen_q": call.rows,
+            "max_seqlen_kv": call.keys,
+            "head_dim_qk": call.query_shape[3],
+            "head_dim_v": call.query_shape[3],
+            "attn_mask_type": call.mask,
+            "window_size": call.window,
             # What the two functions take for granted with these mask types.
             "bottom_right_diagonal": False,
-            "softmax_scale": scale,
+            "softmax_scale": call.scale,
             "core_attention_bias_type": "no_bias",
             "core_attention_bias_shape": None,
             # The default, True, makes the selector refuse deterministic training.
             "core_attention_bias_requires_grad": False,
             "attention_dropout": 0.0,
-            "deterministic": deterministic_required(),
+            "deterministic": call.deterministic,
             "is_training": True,
         }
-        question = tuple(description.values())
-        if question in self._supported:
-            return
         unknown = description.keys() - self._params_fields - _OPTIONAL
         if unknown:
             raise self._unknown_version("AttentionParams", unknown)
@@ -188,7 +184,6 @@ class FusedAttention:
         # The selector may prefer another implementation; what counts here is that this one is among those it allows.
         if not available[1] or backend is None or int(backend) != int(self._symbols.backend):
             raise ValueError(self._refusal(description, available))
-        self._supported.add(question)
 
     def _refusal(self, description: Mapping[str, Any], available: Any) -> str:
         what = (
@@ -204,41 +199,26 @@ class FusedAttention:
             "--bf16 and --attention-backend auto or fused, or --csbp-attention-backend torch."
         )
 
-    def _call(
-        self, function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]
-    ) -> Any:
-        """Call with those arguments that this version has; refuse a version that needs others, or lacks some."""
+    def _of_this_version(
+        self,
+        function: Callable[..., Any],
+        parameters: Mapping[str, inspect.Parameter],
+        arguments: Mapping[str, Any],
+        tensors: frozenset[str],
+    ) -> dict[str, Any]:
+        """Return those arguments that this version has; refuse a version that needs others, or lacks some."""
+        given = arguments.keys() | tensors
         needed = {name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty}
-        unknown = (needed - arguments.keys()) | (arguments.keys() - parameters.keys() - _OPTIONAL)
+        unknown = (needed - given) | (given - parameters.keys() - _OPTIONAL)
         if unknown:
             raise self._unknown_version(function.__name__, unknown)
-        return function(**{name: value for name, value in arguments.items() if name in parameters})
+        return {name: value for name, value in arguments.items() if name in parameters}
 
     def _unknown_version(self, name: str, parameters: set[str]) -> ValueError:
         return ValueError(
             f"--csbp-attention-backend transformer_engine: {name} of Transformer Engine {self._symbols.version} has "
             f"changed ({', '.join(sorted(parameters))}); tested are 2.9 to 2.20. Use --csbp-attention-backend torch."
         )
-
-
-def _layout(tensor_format: str) -> str:
-    return "_".join([tensor_format] * 3)
-
-
-def _mask_type(causal: bool, rows: int, keys: int) -> str:
-    """Return the mask; a padding mask, by the cumulative lengths, where cuDNN has to be told that a length ends."""
-    if ends_within_a_group(rows, keys):
-        return "padding_causal" if causal else "padding"
-    return "causal" if causal else "no_mask"
-
-
-def _window(causal: bool) -> tuple[int, int]:
-    return (-1, 0) if causal else (-1, -1)
-
-
-def _problems_and_rows(tensor: Tensor, tensor_format: str) -> tuple[int, int]:
-    problems, rows = tensor.shape[:2] if tensor_format == "bshd" else (tensor.shape[1], tensor.shape[0])
-    return problems, rows
 
 
 @cache

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_csbp.data import gpt_dataset_access as access
-from tests.unit_tests.data.support import EOD, PAD, Tokenizer, config, documents, stock_datasets, write_indexed
+from tests.unit_tests.data.support import config, documents, stock_datasets, write_indexed
 
 
 def test_the_indices_of_a_gpt_dataset_locate_its_samples(tmp_path: Path) -> None:
@@ -27,10 +27,3 @@ def test_the_indices_of_a_blend_locate_its_datasets(tmp_path: Path) -> None:
     part = blend.datasets[which[7]][index[7]]
     np.testing.assert_array_equal(part["tokens"], blend[7]["tokens"])
     assert not access.reads_stock_samples(blend)
-
-
-def test_an_ambiguous_or_missing_pad_token_is_no_token(tmp_path: Path) -> None:
-    prefix = write_indexed(tmp_path / "a", documents(60, 40))
-    for pad, expected in ((PAD, PAD), (EOD, -1), (None, -1)):
-        dataset, _, _ = stock_datasets([20, 2, 2], config(32, [prefix], tokenizer=Tokenizer(pad=pad)))
-        assert access.pad_token_id(dataset) == expected

@@ -147,7 +147,12 @@ def test_bad_input_is_refused_by_name(
     bad.write_text('{"text": "a"}\n{"text": \n')
     other.write_text('{"body": "a"}\n')
     refuses(capsys, "--input nowhere does not exist", "--input", "nowhere", *out)
-    refuses(capsys, "holds no file that matches --glob *.rst", "--input", corpus, "--glob", "*.rst", *out)
+    said = "matches --glob *.rst. It has 3 *.txt, 1 *.jsonl, 1 *.md: for example --glob '*.txt'."
+    refuses(capsys, said, "--input", corpus, "--glob", "*.rst", *out)
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / ".text.txt").write_text("a")
+    refuses(capsys, "There is no file in it, hidden ones apart", "--input", hidden, *out)
     refuses(capsys, "2.txt holds no text (1 files)", "--input", corpus / "2.txt", *out)
     refuses(capsys, f"--input file {binary}, line 2, is not UTF-8 text (byte 10)", "--input", binary, *out)
     refuses(capsys, f"--input file {bad}, line 2, is not JSON", "--input", bad, *out)
@@ -160,6 +165,59 @@ def test_bad_input_is_refused_by_name(
     )
     refuses(capsys, "--workers 0 must be at least 1", "--input", corpus, "--workers", 0, *out)
     assert not list(tmp_path.glob("out*"))
+
+
+def test_json_lines_are_known_by_name_and_by_what_they_hold(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines, out = '{"text": "a b"}\n{"text": "c"}\n', tmp_path / "out"
+    common = ("--tokenizer", tokenizer, "--output-prefix", out)
+    for name in ("corpus.json", "corpus.JSONL", "corpus.ndjson"):
+        (tmp_path / name).write_text(lines)
+        assert run("--input", tmp_path / name, *common) == 0
+        assert documents_of(out) == [["a", "b"], ["c"]]
+    (tmp_path / "corpus.txt").write_text(lines)
+    said = (
+        "corpus.txt begins with a JSON object that has the key text, but is not named .jsonl. Say what it is: --format"
+    )
+    refuses(capsys, said, "--input", tmp_path / "corpus.txt", *common)
+    assert run("--input", tmp_path / "corpus.txt", "--format", "jsonl", *common) == 0
+    assert documents_of(out) == [["a", "b"], ["c"]]
+    for content in ('[{"text": "a"}]', '{\n "text": "a"\n}'):
+        (tmp_path / "array.json").write_text(content)
+        refuses(capsys, "array.json is JSON, but not one object a line", "--input", tmp_path / "array.json", *common)
+    assert run("--input", tmp_path / "array.json", "--format", "text", *common) == 0
+    assert len(documents_of(out)) == 1
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer: str) -> None:
+    out = tmp_path / "out"
+    for name, content in (("1.txt", "a b"), ("2.jsonl", '{"text": "a b"}\n'), ("3.json", '{"text": "a b"}\n')):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
+        assert run("--input", tmp_path / name, "--tokenizer", tokenizer, "--output-prefix", out) == 0
+        assert documents_of(out) == [["a", "b"]]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_half_a_surrogate_pair_is_refused_by_line_or_left_out(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    path, out = tmp_path / "half.jsonl", tmp_path / "out"
+    path.write_text('{"text": "a"}\n{"text": "b \\ud800 c"}\n{"text": "d \\ud83d\\ude00"}\n')
+    common = ("--input", path, "--tokenizer", tokenizer, "--output-prefix", out, "--workers", workers)
+    refuses(capsys, f"--input file {path}, line 2, has half a surrogate pair, '\\ud800', at character 2", *common)
+    assert run("--skip-undecodable", *common) == 0
+    assert documents_of(out) == [["a"], ["d", "<unk>"]]
+
+
+def test_json_that_python_cannot_hold_is_refused_by_line(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ("--tokenizer", tokenizer, "--output-prefix", tmp_path / "out")
+    for name, value in (("deep", "[" * 200_000), ("long", "9" * 5000)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(f'{{"text": "a"}}\n{{"number": {value}, "text": "a"}}\n')
+        refuses(capsys, f"--input file {path}, line 2, is not JSON (", "--input", path, *out)
 
 
 def test_bad_tokenizers_and_outputs_are_refused_by_name(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_csbp import megatron_compat
 from megatron_csbp.loss.row_losses import LossRowSelection, RowLosses, select_loss_rows
-from megatron_csbp.reporting.dry_run import fake_group
-from megatron_csbp.reporting.memory_meter import AllocationMeter
+from megatron_csbp.tools.attention_step import fake_group
+from megatron_csbp.tools.memory_meter import AllocationMeter
 
 S, B, H, V = 24, 2, 16, 4096
 MASK_ID = 7
@@ -182,3 +182,26 @@ def test_a_rank_without_loss_computes_one_row_of_weight_0() -> None:
     assert rows.rows_R.tolist() == [0]
     assert rows.weights_R.tolist() == [0.0]
     assert losses(7, OutputLayer(), rows, *inputs()).shape == (1,)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["hidden state", "logits"])
+def test_the_row_of_a_rank_without_loss_can_poison_neither_loss_nor_gradients(where: str, value: float) -> None:
+    rows = select_loss_rows(torch.zeros(B, S, dtype=torch.int64), torch.zeros(B, S), torch.ones(S, dtype=torch.bool))
+    hidden, weight = inputs()
+    if where == "hidden state":
+        with torch.no_grad():
+            hidden[0, 0, 3] = value
+
+    class Layer(OutputLayer):
+        def forward(self, rows_R1H: Tensor, weight: Tensor) -> tuple[Tensor, None]:
+            logits, _ = super().forward(rows_R1H, weight)
+            return (
+                logits + torch.zeros(V).index_fill(0, torch.tensor(5), value) if where == "logits" else logits
+            ), None
+
+    loss = (losses(0, Layer(), rows, hidden, weight) * rows.weights_R).sum()
+    assert loss.item() == 0.0
+    grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
+    assert not grad_hidden.any()
+    assert not grad_weight.any()

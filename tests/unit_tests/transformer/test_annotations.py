@@ -3,13 +3,13 @@
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
-
-from megatron_csbp.reporting.dry_run import attention_step, fake_group
-from megatron_csbp.reporting.flops import ModelShape
-from megatron_csbp.transformer import annotations
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_csbp.tools.attention_step import attention_step, fake_group
+from megatron_csbp.tools.flops import ModelShape
+from megatron_csbp.transformer import annotations
 
 SHAPE = ModelShape(
     num_layers=1, hidden_size=8, ffn_hidden_size=8, num_query_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=8

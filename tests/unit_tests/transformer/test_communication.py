@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron_csbp.transformer.attention_plan import gather_slot
+from megatron_csbp.transformer.layout import BlockAssignment, Scheme, Stream
 from torch import Tensor
 
-from megatron_csbp.transformer.attention_plan import gather_slot
 from megatron_csbp.transformer.communication import ContextGroupExchange, chunk_views
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, Stream
 from megatron_csbp.transformer.traffic_ledger import (
     Collective,
     Direction,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer.attention_plan import CleanAttention
 from megatron_csbp.transformer.corrupted_rows import among_all_rows, corrupted_rows
+from megatron_csbp.transformer.geometry.scheme import Scheme
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
-from megatron_csbp.transformer.layout import Scheme
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Attend, Case, gradients_on_group
 from tests.support.simulated_group import SimulatedCollectives
 

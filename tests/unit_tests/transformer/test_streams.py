@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_csbp.transformer import streams
-from megatron_csbp.transformer.csbp_attention import AttentionContext
-from megatron_csbp.transformer.layout import Scheme
-from megatron_csbp.transformer.streams import CudaSideStream, HostSideStream, Waitable, side_stream
+from megatron_csbp.transformer.attention import AttentionContext
+from megatron_csbp.transformer.geometry.scheme import Scheme
+from megatron_csbp.transformer.streams import CudaSideStream, HostSideStream, Start, Waitable, side_stream
 from tests.support.attention_cases import Attend, Case, gradients_on_group, plain, recomputed, two_layers
 from tests.support.fake_cuda import (
     FakeEvent,
@@ -69,15 +69,13 @@ def forget_to_wait_for_the_side_stream(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(streams._Arrival, "wait", lambda self: None)
 
 
-def forget_to_wait_for_the_works(patch: pytest.MonkeyPatch) -> None:
+def run_on_the_stream_of_nccl(patch: pytest.MonkeyPatch) -> None:
     launch = CudaSideStream.launch
 
-    def unwaited(
-        self: CudaSideStream, start: Callable[[], Sequence[Waitable]], tensors: Sequence[Tensor]
-    ) -> Sequence[Waitable]:
-        return launch(self, lambda: list(start())[:0], tensors)
+    def asynchronous(self: CudaSideStream, start: Start, tensors: Sequence[Tensor]) -> Sequence[Waitable]:
+        return launch(self, lambda async_op: list(start(True))[:0], tensors)
 
-    patch.setattr(CudaSideStream, "launch", unwaited)
+    patch.setattr(CudaSideStream, "launch", asynchronous)
 
 
 def forget_to_wait_for_the_computation(patch: pytest.MonkeyPatch) -> None:
@@ -97,7 +95,7 @@ def forget_to_keep_the_tensors(patch: pytest.MonkeyPatch) -> None:
     "fault, symptom",
     [
         (forget_to_wait_for_the_side_stream, None),
-        (forget_to_wait_for_the_works, None),
+        (run_on_the_stream_of_nccl, None),
         (forget_to_wait_for_the_computation, "does not wait for the computation"),
         (forget_to_keep_the_tensors, "handed on"),
     ],
@@ -118,7 +116,7 @@ def test_each_of_these_faults_would_show(
 def test_tensors_are_kept_until_the_wait_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = StreamedCollectives()
     use_fake_cuda(nccl, monkeypatch)
-    (arrival,) = CudaSideStream(torch.device("cpu")).launch(list, [torch.empty(1)])
+    (arrival,) = CudaSideStream(torch.device("cpu")).launch(lambda async_op: [], [torch.empty(1)])
     assert len(arrival._tensors) == 1  # type: ignore[attr-defined]
     arrival.wait()
     assert not arrival._tensors  # type: ignore[attr-defined]
@@ -128,7 +126,7 @@ def test_a_device_has_one_side_stream_and_a_cpu_none() -> None:
     assert side_stream(torch.device("cpu")) is side_stream(torch.device("cpu"))
     assert isinstance(side_stream(torch.device("meta")), HostSideStream)
     works: list[Waitable] = []
-    assert HostSideStream().launch(lambda: works, [torch.empty(1)]) is works
+    assert HostSideStream().launch(lambda async_op: works if async_op else [], [torch.empty(1)]) is works
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -140,7 +138,7 @@ def test_on_a_real_device_the_computation_waits_and_the_host_does_not() -> None:
     torch.cuda._sleep(10**8)
     source.fill_(1)  # behind the sleep, so the copy is right only if the side stream waits for it
 
-    def copy() -> Sequence[Waitable]:
+    def copy(async_op: bool) -> Sequence[Waitable]:
         target.copy_(source, non_blocking=True)
         return []
 

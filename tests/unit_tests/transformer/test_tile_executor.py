@@ -3,10 +3,10 @@
 
 import pytest
 import torch
+from megatron_csbp.transformer.tile import MaskKind, RowPattern, Tile, TileKind
 from torch import Tensor
 
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
-from megatron_csbp.transformer.tile import MaskKind, RowPattern, Tile, TileKind
 from megatron_csbp.transformer.tile_executor import KeyValue, Merged, QuerySide, TileExecutor
 
 NUM_ROWS, HEADS, KV_HEADS, HEAD_DIM, SCALE = 48, 4, 2, 8, 0.3

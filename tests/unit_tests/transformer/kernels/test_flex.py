@@ -14,23 +14,22 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
+from megatron_csbp.transformer.tile import MaskKind
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as flex_module
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.kernels import flex
 from megatron_csbp.transformer.kernels.flex import FlexKernel
 from megatron_csbp.transformer.kernels.flex_mask import BLOCK, local_block_mask, local_mask_function, pairs_by_block
 from megatron_csbp.transformer.kernels.local_interface import LocalKernel
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.torch_cuda import TorchCudaKernel
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 from megatron_csbp.transformer.softmax_merge import merge_partial
-from megatron_csbp.transformer.tile import MaskKind
 from megatron_csbp.transformer.tile_executor import KeyValue, Merged, QuerySide, TileExecutor
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
-from tests.support.dense_oracle import dense_attention
 from tests.support.simulated_group import SimulatedCollectives
 
 CPU = torch.device("cpu")
@@ -205,5 +204,5 @@ def test_a_whole_group_is_exact(scheme: Scheme, uncompiled: None, simulated_coll
     case = Case(scheme=scheme, group_size=2, micro_batch_size=2)
     given = case.problem()
     got = attend_on_group(case, given, kernel=FlexOnCpu())
-    errors = got.max_errors(dense_attention(given, case.block_size, case.clean_attention))
+    errors = got.max_errors(case.dense(given))
     assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}

@@ -2,17 +2,22 @@
 """Which kernel a backend name and a device give, and what is refused."""
 
 import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_csbp.transformer.kernels import select_kernel, selection
+from megatron_csbp.transformer.kernels import transformer_engine as transformer_engine_module
 from megatron_csbp.transformer.kernels.torch_cuda import TorchCudaKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from megatron_csbp.transformer.kernels.transformer_engine import TransformerEngineKernel
 from megatron_csbp.transformer.kernels.transformer_engine_adapter import FusedAttention
 from tests.support.transformer_engine_stand_in import StandIn
 
+ROOT = Path(__file__).parents[4]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -22,7 +27,7 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "transformer_engine" else find(name))
     kernel = TransformerEngineKernel(FusedAttention(StandIn().symbols()))
-    monkeypatch.setattr(selection, "TransformerEngineKernel", lambda: kernel)
+    monkeypatch.setattr(transformer_engine_module, "TransformerEngineKernel", lambda: kernel)
     selection._kernel.cache_clear()
 
 
@@ -76,7 +81,7 @@ def test_transformer_engine_is_refused_where_its_fused_attention_is_turned_off(
 
 
 def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(ValueError, match=r"'fast' is not a backend; use auto, transformer_engine, torch, flex\.$"):
+    with pytest.raises(ValueError, match=r"'fast' is not a backend; use auto, .*, torch, flex, hybrid\.$"):
         select_kernel("fast", CPU)
 
 
@@ -84,6 +89,20 @@ def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
 def test_a_backend_for_gpus_is_refused_on_a_cpu_instead_of_falling_back(name: str) -> None:
     with pytest.raises(ValueError, match=rf"--csbp-attention-backend {name} needs a CUDA device.*-backend torch"):
         select_kernel(name, CPU)
+
+
+def test_a_backend_is_imported_when_it_is_chosen_and_no_condition_of_the_others() -> None:
+    """A PyTorch without FlexAttention, or without what we use of it."""
+    code = (
+        "import sys; sys.modules['torch.nn.attention.flex_attention'] = None;"
+        "import torch; from megatron_csbp.transformer.kernels import select_kernel;"
+        "print(select_kernel('torch', torch.device('cuda')).name, select_kernel('auto', torch.device('cpu')).name);"
+        "select_kernel('flex', torch.device('cuda'))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["torch", "torch"]
+    assert "ValueError: --csbp-attention-backend flex does not import with torch" in run.stderr
+    assert run.stderr.rstrip().endswith("use --csbp-attention-backend torch.")
 
 
 def test_another_device_is_refused() -> None:

@@ -6,14 +6,19 @@ import math
 import time
 import warnings
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.layout import Scheme, SequenceLayout
+from megatron_csbp.transformer.tile import MaskKind
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 
 from megatron_csbp.transformer.kernels import HeadShape, checked_kernel, flex, self_test
+from megatron_csbp.transformer.kernels.cudnn_tails import ends_within_a_group
 from megatron_csbp.transformer.kernels.flex import FlexKernel
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.self_test import TOLERANCE, check_kernel
@@ -31,6 +36,27 @@ def test_right_kernels_pass(dtype: torch.dtype) -> None:
     check_kernel(TorchCpuKernel(), CPU, dtype, HEADS)
     if dtype in (torch.bfloat16, torch.float16):
         check_kernel(TransformerEngineKernel(FusedAttention(StandIn().symbols())), CPU, dtype, HEADS)
+
+
+def test_every_mask_of_transformer_engine_is_tried_forward_and_backward() -> None:
+    stand_in = StandIn()
+    check_kernel(TransformerEngineKernel(FusedAttention(stand_in.symbols())), CPU, torch.bfloat16, HEADS)
+    for is_backward in (False, True):
+        tried = {call["attn_mask_type"] for call in stand_in.calls if ("d_o" in call) == is_backward}
+        assert tried == {"no_mask", "causal", "padding", "padding_causal"}
+
+
+@pytest.mark.parametrize("length", [4096, 2**15, 2**18])
+@pytest.mark.parametrize("scheme", [Scheme.SINGLE, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL])
+def test_training_asks_for_nothing_that_is_not_tried(scheme: Scheme, length: int) -> None:
+    """What decides on masks and operators: causal or not, and whether a length ends within a group of cuDNN's."""
+    tried = {(causal, ends_within_a_group(rows, keys)) for causal, _, rows, keys in self_test._CASES}
+    size = 1 if scheme is Scheme.SINGLE else 8
+    for rank, clean_attention in product(range(size), CleanAttention):
+        layout = SequenceLayout(sequence_length=length, block_size=32, group_size=size, rank=rank, scheme=scheme)
+        for tile in AttentionPlan(layout, clean_attention).tiles:
+            asked = (tile.mask is MaskKind.CAUSAL, ends_within_a_group(tile.query.length, tile.key.length))
+            assert asked in tried
 
 
 def test_it_takes_milliseconds_and_leaves_the_random_state_alone() -> None:

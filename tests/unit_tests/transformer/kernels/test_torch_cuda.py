@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_csbp.transformer.kernels import torch_cuda
+from megatron_csbp.transformer.geometry.scheme import Scheme
+from megatron_csbp.transformer.kernels import HeadShape, torch_cuda
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
+from megatron_csbp.transformer.kernels.self_test import check_kernel
 from megatron_csbp.transformer.kernels.torch_cuda import TorchCudaKernel, choose_operator
-from megatron_csbp.transformer.layout import Scheme
 from tests.support.attention_cases import Case, attend_on_group
-from tests.support.dense_oracle import dense_attention
 from tests.support.simulated_group import SimulatedCollectives
 
 aten = torch.ops.aten
@@ -35,11 +36,13 @@ class Operators:
         choice: what PyTorch's selector says.
         cudnn_lse_dims: dims of cuDNN's log-sum-exp, which differ by version.
         calls: names of the operators, in order.
+        masks: the same, with whether the mask is causal.
     """
 
     choice: SDPBackend = SDPBackend.FLASH_ATTENTION
     cudnn_lse_dims: int = 4
     calls: list[str] = field(default_factory=list)
+    masks: list[tuple[str, bool]] = field(default_factory=list)
 
     def flash(
         self,
@@ -52,7 +55,7 @@ class Operators:
         *,
         scale: float | None = None,
     ) -> Any:
-        self.calls.append("flash")
+        self._note("flash", causal)
         assert (p, debug) == (0.0, False)
         out, lse = self._attend(q, k, v, causal, scale)
         state = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
@@ -77,7 +80,7 @@ class Operators:
         *,
         scale: float | None = None,
     ) -> Any:
-        self.calls.append("flash backward")
+        self._note("flash backward", causal)
         # A defined length tensor would turn the operator to its variable-length form.
         assert cum_seq_q is None
         assert cum_seq_k is None
@@ -98,7 +101,7 @@ class Operators:
         *,
         scale: float | None = None,
     ) -> Any:
-        self.calls.append("cudnn")
+        self._note("cudnn", causal)
         assert (bias, lse, p, debug) == (None, True, 0.0, False)
         out, lse_GNT = self._attend(q, k, v, causal, scale)
         statistics = lse_GNT.unsqueeze(-1) if self.cudnn_lse_dims == 4 else lse_GNT
@@ -125,11 +128,15 @@ class Operators:
         *,
         scale: float | None = None,
     ) -> Any:
-        self.calls.append("cudnn backward")
+        self._note("cudnn backward", causal)
         assert (bias, cum_seq_q, cum_seq_k) == (None, None, None)
         assert {seed.dtype, offset.dtype} == {torch.int64}
         assert (max_q, max_k, p, lse.dim()) == (q.shape[2], k.shape[2], 0.0, self.cudnn_lse_dims)
         return self._differentiate(grad, q, k, v, out, lse.reshape(q.shape[:3]), causal, scale)
+
+    def _note(self, name: str, causal: bool) -> None:
+        self.calls.append(name)
+        self.masks.append((name, causal))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -196,6 +203,70 @@ def test_both_operators_give_the_reference(
     assert operators.calls == [name, f"{name} backward"]
 
 
+def test_the_self_test_tries_both_operators(operators: Operators, monkeypatch: pytest.MonkeyPatch) -> None:
+    operators.choice = SDPBackend.CUDNN_ATTENTION
+    monkeypatch.setattr(torch_cuda, "can_use_flash_attention", lambda params: True)
+    check_kernel(TorchCudaKernel(), torch.device("cpu"), torch.bfloat16, HeadShape(4, 2, 16))
+    asked = {(name, causal) for name in ("flash", "cudnn") for causal in (False, True)}
+    assert set(operators.masks) == asked | {(f"{name} backward", causal) for name, causal in asked}
+
+
+@pytest.mark.parametrize("problems", [2, 5, 9])
+def test_batches_that_overflow_an_index_are_cut(
+    problems: int, operators: Operators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_cuda, "CUDNN_PROBLEMS", 4)
+    monkeypatch.setattr(torch_cuda, "flash_problems", lambda rows, heads, head_dim: 2)
+    grad_out, *tensors = (tensor.repeat(3, 1, 1, 1)[:problems] for tensor in inputs(causal=False, strided=True))
+    expected = ReferenceKernel().forward(*tensors, causal=False, scale=0.3)
+    expected += ReferenceKernel().backward(grad_out, *tensors, *expected, causal=False, scale=0.3)
+    for choice, calls in zip(OPERATORS, (-(-problems // 2), -(-problems // 4)), strict=True):
+        operators.choice = choice
+        operators.calls.clear()
+        out, lse = TorchCudaKernel().forward(*tensors, causal=False, scale=0.3)
+        got = (out, lse, *TorchCudaKernel().backward(grad_out, *tensors, out, lse, causal=False, scale=0.3))
+        torch.testing.assert_close(got, expected, atol=1e-13, rtol=1e-13)
+        assert sum(call.endswith("backward") for call in operators.calls) == calls
+
+
+@pytest.mark.parametrize(
+    "choice, problems, forward, backward",
+    [
+        (SDPBackend.FLASH_ATTENTION, 4095, 1, 1),
+        (SDPBackend.FLASH_ATTENTION, 4096, 1, 2),  # 4096 x 32 heads x 128 rows x 128 = 2^31
+        (SDPBackend.CUDNN_ATTENTION, 65_535, 1, 1),
+        (SDPBackend.CUDNN_ATTENTION, 65_536, 2, 2),
+    ],
+)
+def test_no_call_of_real_size_overflows_an_index(
+    choice: SDPBackend, problems: int, forward: int, backward: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_cuda, "choose_operator", lambda *tensors, **options: choice)
+    query = torch.empty(problems, 32, 32, 128, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(problems, 32, 8, 128, dtype=torch.bfloat16, device="meta")
+    counted = CountAttention()
+    with counted:
+        out, lse = TorchCudaKernel().forward(query, key, key, causal=False, scale=1.0)
+        grads = TorchCudaKernel().backward(query, query, key, key, out, lse, causal=False, scale=1.0)
+    assert (counted.forward, counted.backward) == (forward, backward)
+    assert [tuple(grad.shape) for grad in grads] == [tuple(query.shape), tuple(key.shape), tuple(key.shape)]
+
+
+class CountAttention(TorchDispatchMode):
+    """Counts calls of attention operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.backward = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function)
+        if "scaled_dot_product" in name:
+            self.backward += "backward" in name
+            self.forward += "backward" not in name
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("choice", OPERATORS, ids=lambda choice: choice.name)
 def test_a_whole_group_is_exact(
     choice: SDPBackend, operators: Operators, simulated_collectives: SimulatedCollectives
@@ -204,7 +275,7 @@ def test_a_whole_group_is_exact(
     case = Case(scheme=Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL, group_size=2, micro_batch_size=2)
     problem = case.problem()
     got = attend_on_group(case, problem, kernel=TorchCudaKernel())
-    errors = got.max_errors(dense_attention(problem, case.block_size, case.clean_attention))
+    errors = got.max_errors(case.dense(problem))
     assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}
 
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer.attention_plan import CleanAttention
+from megatron_csbp.transformer.geometry.scheme import Scheme
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
+from megatron_csbp.transformer.kernels import transformer_engine
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.transformer_engine import TransformerEngineKernel
 from megatron_csbp.transformer.kernels.transformer_engine_adapter import FusedAttention
 from megatron_csbp.transformer.kernels.transformer_engine_symbols import import_symbols
-from megatron_csbp.transformer.layout import Scheme
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
-from tests.support.dense_oracle import dense_attention
 from tests.support.simulated_group import SimulatedCollectives
 from tests.support.transformer_engine_signatures import SIGNATURES
 from tests.support.transformer_engine_stand_in import StandIn
@@ -104,7 +104,7 @@ def test_a_whole_group_is_as_exact_as_on_the_torch_backend(
     case = Case(scheme=scheme, group_size=group_size, clean_attention=clean_attention, micro_batch_size=2)
     problem = case.problem()
     got = attend_on_group(case, problem, kernel=kernel_on(StandIn(version, exact=True)))
-    errors = got.max_errors(dense_attention(problem, case.block_size, clean_attention))
+    errors = got.max_errors(case.dense(problem))
     assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}
 
 
@@ -121,8 +121,8 @@ def test_a_whole_group_in_bf16_errs_at_most_twice_as_much_as_dense_bf16(
         head_dim=32,
     )
     given = case.problem().to(torch.bfloat16)
-    exact = dense_attention(given.to(torch.float64), case.block_size, case.clean_attention)
-    dense = dense_attention(given, case.block_size, case.clean_attention).max_errors(exact)
+    exact = case.dense(given.to(torch.float64))
+    dense = case.dense(given).max_errors(exact)
     got = attend_on_group(case, given, kernel=kernel_on(StandIn())).max_errors(exact)
     assert {part: error / dense[part] for part, error in got.items() if not error <= 2 * dense[part]} == {}
 
@@ -172,6 +172,29 @@ def test_the_selector_is_asked_once_for_each_kind_of_call() -> None:
     (question,) = stand_in.questions
     asked = {name: getattr(question, name) for name in ("batch_size", "num_heads", "num_gqa_groups", "max_seqlen_kv")}
     assert asked == {"batch_size": 3, "num_heads": 4, "num_gqa_groups": 2, "max_seqlen_kv": 7}
+
+
+def test_what_a_call_needs_besides_tensors_is_put_together_once() -> None:
+    stand_in = StandIn(exact=True)
+    kernel = kernel_on(stand_in)
+    for _ in range(2):
+        run(kernel, *inputs("bshd"))
+    first, again = ([call for call in stand_in.calls if ("d_o" in call) == backward] for backward in (False, True))
+    for calls in (first, again):
+        tensors = {"q", "k", "v", "o", "d_o", "aux_ctx_tensors"}
+        assert all(calls[0][name] is calls[1][name] for name in calls[0].keys() - tensors)
+    run(kernel, *(tensor[:2] for tensor in inputs("bshd")))
+    assert [question.batch_size for question in stand_in.questions] == [3, 2]
+
+
+def test_a_batch_beyond_the_launch_grid_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer_engine, "CUDNN_PROBLEMS", 2)
+    for order in ("bshd", "sbhd"):
+        stand_in = StandIn(exact=True)
+        got, expected = run(kernel_on(stand_in), *inputs(order)), run(ReferenceKernel(), *inputs(order))
+        for name in NAMES:
+            torch.testing.assert_close(got[name], expected[name], atol=1e-13, rtol=1e-13)
+        assert [call["cu_seqlens_q"].numel() - 1 for call in stand_in.calls] == [2, 1, 2, 1]
 
 
 @pytest.mark.parametrize(

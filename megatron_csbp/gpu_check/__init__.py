@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_csbp.gpu_check`: what only a GPU can tell, in one run without a second rank."""

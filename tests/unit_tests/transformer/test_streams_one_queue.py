@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Overlap on a GPU whose streams share one hardware queue, in a model of it; and that other orders have none there."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from torch import Tensor
+
+from megatron_csbp.transformer import streams
+from megatron_csbp.transformer.attention import AttentionContext
+from megatron_csbp.transformer.attention_exchange import GatherAhead, PendingGather
+from megatron_csbp.transformer.geometry.scheme import Scheme
+from megatron_csbp.transformer.streams import CudaSideStream, Start, Waitable, _Arrival
+from tests.support.attention_cases import Attend, Case, gradients_on_group, plain, recomputed, two_layers
+from tests.support.fake_cuda import StreamedCollectives, TickingKernel, use_fake_cuda
+from tests.support.one_queue import Run, unhidden
+
+CASE = Case(num_query_heads=8, num_key_value_heads=4)
+
+
+def runs_on_each_rank(
+    wrap: Callable[[Attend], Attend], groups: int, monkeypatch: pytest.MonkeyPatch, case: Case = CASE
+) -> list[list[Run]]:
+    """Return what each rank's GPU runs in forward and backward, with their times."""
+    nccl = StreamedCollectives()
+    use_fake_cuda(nccl, monkeypatch)
+
+    def adapt(context: AttentionContext) -> AttentionContext:
+        return replace(context, kernel=TickingKernel(nccl.cuda), num_head_groups=groups)
+
+    gradients_on_group(case, wrap, adapt)
+    return [queue.runs() for queue in nccl.cuda.hardware if queue.runs()]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("wrap", [plain, recomputed, two_layers])
+def test_tiles_start_before_each_collective_ends(
+    wrap: Callable[[Attend], Attend], groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = runs_on_each_rank(wrap, groups, monkeypatch)
+    assert len(ranks) == 2
+    for runs in ranks:
+        collectives = [run for run in runs if run.label == "collective"]
+        assert len(collectives) == 3 * groups * (2 if wrap is two_layers else 1)
+        assert unhidden(runs) == []
+        # One after the other, and the first of a layer goes before any of its tiles.
+        assert all(first.end <= then.start for first, then in pairwise(collectives))
+        assert runs[0] == collectives[0]
+        assert runs[1].label == "tile"
+        assert runs[1].start == runs[0].start
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_forward_the_cp_baseline_hides_its_gathers_as_well(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(CASE, scheme=Scheme.CONTEXT_PARALLEL)
+    for runs in runs_on_each_rank(plain, groups, monkeypatch, case):
+        forward = [run for run in runs if run.label == "collective"][: 2 * groups]
+        assert not set(forward) & set(unhidden(runs))
+
+
+def asynchronous_collectives(patch: pytest.MonkeyPatch) -> None:
+    """NCCL on its own stream, and the side stream waits for it at once."""
+
+    def launch(self: CudaSideStream, start: Start, tensors: Sequence[Tensor]) -> Sequence[Waitable]:
+        self._stream.wait_event(streams.torch.cuda.current_stream(self._device).record_event())
+        with streams.torch.cuda.stream(self._stream):
+            for work in start(True):
+                work.wait()
+            done = self._stream.record_event()
+        return (_Arrival(done, self._device, tensors),)
+
+    patch.setattr(CudaSideStream, "launch", launch)
+
+
+def next_gather_before_the_wait(patch: pytest.MonkeyPatch) -> None:
+    """Gather g+1 is started in front of the local tiles of group g, behind gather g."""
+    queue: dict[int, list[object]] = {}
+
+    def take(self: GatherAhead) -> PendingGather:
+        waiting = queue.setdefault(id(self), [])
+        waiting.append(self._under_way)
+        self._under_way = self._start()
+        return PendingGather(self, 1)
+
+    def wait(self: GatherAhead) -> list[Tensor]:
+        gathered: list[Tensor] = queue[id(self)].pop(0).wait()  # type: ignore[attr-defined]
+        return gathered
+
+    patch.setattr(GatherAhead, "take", take)
+    patch.setattr(GatherAhead, "wait_and_start_next", wait)
+
+
+@pytest.mark.parametrize("wrap", [plain, recomputed])
+@pytest.mark.parametrize(
+    "order, groups",
+    [(asynchronous_collectives, 1), (asynchronous_collectives, 4), (next_gather_before_the_wait, 2)],
+)
+def test_another_order_leaves_collectives_unhidden(
+    order: Callable[[pytest.MonkeyPatch], None],
+    groups: int,
+    wrap: Callable[[Attend], Attend],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order(monkeypatch)
+    for runs in runs_on_each_rank(wrap, groups, monkeypatch):
+        assert unhidden(runs) != []
