@@ -90,7 +90,7 @@ def test_a_documented_command_passes_megatrons_validation_on_hopper(name: str, r
 
 def test_what_the_job_script_would_run_passes_too(ranks: Ranks, tmp_path: Path) -> None:
     script = ["bash", "examples/slurm/pretrain.sbatch", "--dry-run"]
-    script += ["--yaml-cfg", "examples/models/nemotron_labs_diffusion_8b.yaml"]
+    script += ["--yaml-cfg", "examples/nemotron_diffusion/8b_256k.yaml"]
     run = subprocess.run(
         script, env=os.environ | {"SLURM_NNODES": "2"}, cwd=ROOT, capture_output=True, text=True, check=True
     )
