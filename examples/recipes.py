@@ -140,7 +140,7 @@ def text(recipe: Recipe) -> str:
 # SPDX-License-Identifier: Apache-2.0
 # {model.name} at {recipe.length.upper()}: {what}. Written by examples/recipes.py.
 # {model.gpus} H200 ({nodes}): {data_parallel}CSBP {recipe.group}. More GPUs add data parallelism.
-# Give on the command line: --data-path, --tokenizer-model, --save, --load and --pretrained-checkpoint. See ../README.md.
+# Give on the command line: --data-path, --tokenizer-model, --save, --load, --pretrained-checkpoint. See ../README.md.
 
 model:
   num-layers: {model.layers}

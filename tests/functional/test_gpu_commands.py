@@ -18,10 +18,10 @@ PAGES = ("README.md", "examples/README.md", "docs/gpu.md")
 ENTRY = re.compile(r"-m megatron_csbp\.(?:pretrain_gpt|launch (?:\S*/)?pretrain_gpt\.py)")
 NEED_FILES = ("--tokenizer-model", "--data-path", "--pretrained-checkpoint", "--load", "--save", "--split")
 WITHOUT_DATA = words("--mock-data --tokenizer-type NullTokenizer --split 90,5,5")
-# What `$ARGS` of the README may be, and the vocabulary of a model file's tokenizer.
+# What `$ARGS` of the README may be, and the vocabulary of a recipe's tokenizer.
 OWN_ARGUMENTS = [*MODEL, *TRAINING, *words("--num-layers 2 --num-query-groups 2 --micro-batch-size 1 --bf16")]
 OWN_ARGUMENTS += words("--seq-length 512 --max-position-embeddings 512 --global-batch-size 8 --train-iters 2")
-VOCABULARY = {"nemotron": "131071", "qwen3": "151668"}
+VOCABULARY = {"nemotron": "131071", "qwen_ar_to_bdlm": "151668"}
 
 
 def commands() -> dict[str, tuple[int, str]]:
