@@ -200,7 +200,7 @@ def _model_file(source: Source, save: Path, mask_id: int | None) -> str:
     }
     header = (
         f"The flags of {source.folder.resolve().name} ({source.family.model_type}), for --yaml-cfg.\n"
-        "Written by python -m megatron_csbp.weights import. Without the section block_diffusion, for autoregressive runs."
+        "Written by python -m megatron_csbp.weights import. An autoregressive run takes no block_diffusion section."
     )
     return yaml_text(header, sections)
 
