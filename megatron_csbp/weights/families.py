@@ -152,6 +152,7 @@ class Family:
         transformers_head: name of the output layer's tensor there.
         head: name of the output layer's tensor.
         head_is_its_own: a model that has an output layer uses it, whatever config.json says of tying.
+        objective: that of a model which was trained as a diffusion model, with the block size of its config.json.
     """
 
     model_type: str
@@ -166,6 +167,7 @@ class Family:
     transformers_body: str = "model."
     transformers_head: str = "lm_head.weight"
     head_is_its_own: bool = False
+    objective: str | None = None
 
 
 QWEN3 = Family(
@@ -222,6 +224,7 @@ NEMOTRON_LABS_DIFFUSION = Family(
     transformers_type="ministral3",
     head="diffusion_head.weight",
     head_is_its_own=True,
+    objective="nemotron",
 )
 
 FAMILIES = {family.model_type: family for family in (QWEN3, QWEN3_MOE, MINISTRAL3, NEMOTRON_LABS_DIFFUSION)}

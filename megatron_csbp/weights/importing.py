@@ -30,6 +30,7 @@ _IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
 _VOCABULARY = ("padded_vocab_size",)
 # What only block-diffusion runs take.
 _DIFFUSION = ("query_scale_beta",)
+_LENGTH = 4096
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def import_weights(
     *,
     mask_token: str | None = None,
     dtype: torch.dtype | None = None,
-    vocab_divisible_by: int = 128,
+    vocab_divisible_by: int = 8,
 ) -> list[str]:
     """Write a checkpoint that `--load ... --finetune` starts from, in any topology.
 
@@ -121,7 +122,7 @@ def import_weights(
 
     with whole_folder(save, "--save") as folder:
         states = list(state_keys(source.family.states, source.shape))
-        write_checkpoint(folder, parts, make, dtypes, states, _saved_arguments(source))
+        write_checkpoint(folder, parts, make, dtypes, states, _saved_arguments(source, save, mask_id))
         copy_side_files(source_folder, folder / HUGGING_FACE)
         (folder / MODEL_FILE).write_text(_model_file(source, save, mask_id))
     return _report(source, save, dtypes, mask_id)
@@ -158,10 +159,14 @@ def _dtypes(parts: list[Piece], tensors: SafetensorsFolder, asked: torch.dtype |
     return dtypes
 
 
-def _saved_arguments(source: Source) -> Namespace:
+def _saved_arguments(source: Source, save: Path, mask_id: int | None) -> Namespace:
     """Return what the checkpoint says of the run that made it: the model, and that nothing else is there to load."""
+    described = source.arguments | _tokenizer_arguments(source, save)
     return Namespace(
-        **source.arguments,
+        **described,
+        mask_token_id=mask_id,
+        # No run has set it; commands that look at a checkpoint want one.
+        seq_length=min(source.arguments["max_position_embeddings"], _LENGTH),
         no_save_optim=True,
         no_save_rng=True,
         tensor_model_parallel_size=1,
@@ -174,25 +179,28 @@ def _saved_arguments(source: Source) -> Namespace:
     )
 
 
+def _tokenizer_arguments(source: Source, save: Path) -> Arguments:
+    if not has_tokenizer(source.folder):
+        return {}
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": os.path.abspath(save / HUGGING_FACE)}
+
+
 def _model_file(source: Source, save: Path, mask_id: int | None) -> str:
+    """Return the flags of the model, for --yaml-cfg."""
     apart = (*_VOCABULARY, *_DIFFUSION)
-    model = {name: value for name, value in source.arguments.items() if name not in apart}
-    vocabulary = flags_of_arguments({name: source.arguments[name] for name in _VOCABULARY})
-    diffusion = flags_of_arguments({name: source.arguments.get(name) for name in _DIFFUSION})
-    if mask_id is not None:
-        diffusion["mask-token-id"] = mask_id
-    if has_tokenizer(source.folder):
-        place = os.path.abspath(save / HUGGING_FACE)
-        vocabulary = {"tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": place} | vocabulary
+    vocabulary = _tokenizer_arguments(source, save) | {name: source.arguments[name] for name in _VOCABULARY}
+    diffusion = {name: source.arguments.get(name) for name in _DIFFUSION} | {"mask_token_id": mask_id}
+    if source.family.objective is not None:
+        diffusion["diffusion_objective"] = source.family.objective
+        diffusion["diffusion_block_size"] = source.config.get("block_size")
     sections: dict[str, Mapping[str, Any]] = {
-        "model": flags_of_arguments(model),
-        "tokenizer": vocabulary,
-        "block_diffusion": diffusion,
+        "model": flags_of_arguments({name: value for name, value in source.arguments.items() if name not in apart}),
+        "tokenizer": flags_of_arguments(vocabulary),
+        "block_diffusion": flags_of_arguments(diffusion),
     }
     header = (
         f"The flags of {source.folder.resolve().name} ({source.family.model_type}), for --yaml-cfg.\n"
-        "Written by python -m megatron_csbp.weights import. Without the section block_diffusion, for autoregressive "
-        "runs."
+        "Written by python -m megatron_csbp.weights import. An autoregressive run takes no block_diffusion section."
     )
     return yaml_text(header, sections)
 
@@ -201,11 +209,12 @@ def _report(source: Source, save: Path, dtypes: Mapping[str, torch.dtype], mask_
     names = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes.values()}))
     rows, padded = source.shape.dims["vocab"], source.shape.dims["padded_vocab"]
     mask = "no mask token is known; give --mask-token-id" if mask_id is None else f"mask token {mask_id}"
+    padding = f", padded to {padded}: logits of 0 in Megatron's softmax" if padded != rows else ""
     return [
         f"imported {len(source.tensors.entries)} tensors of {source.family.model_type} ({names}), "
         f"{source.shape.num_layers} "
         f"layers, into {save}",
-        f"vocabulary {rows}" + (f", padded to {padded}" if padded != rows else "") + f"; {mask}",
+        f"vocabulary {rows}{padding}; {mask}",
         *source.notes,
         f"train with: --yaml-cfg {save / MODEL_FILE} --load {save} --finetune",
     ]

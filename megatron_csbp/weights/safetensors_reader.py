@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the tensors of a Hugging Face folder one at a time."""
 
+import ctypes
 import json
 import struct
 from collections.abc import Iterator
@@ -65,7 +66,8 @@ class SafetensorsFolder:
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         with entry.file.open("rb", buffering=0) as file:
             file.seek(entry.start)
-            view = memoryview(tensor.flatten().view(torch.uint8).numpy())
+            # Not through NumPy, which would forbid to give the memory back before the tensor.
+            view = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
             while len(view):
                 count = file.readinto(view)
                 if not count:

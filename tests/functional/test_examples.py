@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model files pass every check at their own world size, and train when made small; the job script runs dry."""
+"""Recipes pass every check at their own world size, and train when made small; the job script runs dry."""
 
 import json
 import os
@@ -11,22 +11,15 @@ from typing import Any
 
 import pytest
 
+from examples.recipes import RECIPES, table, text
 from tests.support.megatron_run import ROOT, Ranks
 
-MODELS = ROOT / "examples" / "models"
 JOB_SCRIPT = ROOT / "examples" / "slurm" / "pretrain.sbatch"
-# The tokenizer's tokens less the end-of-document token that Megatron's stand-in tokenizer adds.
-STAND_IN_VOCABULARY = {"nemotron": 131_071, "qwen3": 151_668}
-WORLD_SIZES = {
-    "nemotron_labs_diffusion_3b": 8,
-    "nemotron_labs_diffusion_8b": 16,
-    "nemotron_labs_diffusion_14b": 32,
-    "qwen3_0.6b": 8,
-    "qwen3_8b": 16,
-}
+NAMES = {f"{recipe.model.folder}/{recipe.path.stem}": recipe for recipe in RECIPES}
+LONGEST = [name for name in NAMES if name.endswith("_256k")]
 SMALL = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2 "
-    "--kv-channels 16 --seq-length 256 --max-position-embeddings 256 --make-vocab-size-divisible-by 16 "
+    "--kv-channels 16 --seq-length 256 --max-position-embeddings 256 --padded-vocab-size 192 "
     "--vocab-size 187 --mask-token-id 190 --global-batch-size 2 --train-iters 3 --lr-warmup-iters 1 --eval-iters 1 "
     "--eval-interval 3 --log-interval 1 --num-workers 0 --context-parallel-size 2 --bp-size 2"
 )
@@ -34,15 +27,15 @@ WITHOUT_DATA = "--mock-data --tokenizer-type NullTokenizer --split 90,5,5"
 
 
 def from_file(name: str, *arguments: str) -> list[str]:
-    return ["--yaml-cfg", str(MODELS / f"{name}.yaml"), *WITHOUT_DATA.split(), *arguments]
+    return ["--yaml-cfg", str(NAMES[name].path), *WITHOUT_DATA.split(), *arguments]
 
 
 def validated(name: str, ranks: Ranks, folder: Path, *, as_on_hopper: bool = False) -> dict[str, Any]:
-    vocabulary = STAND_IN_VOCABULARY[name.split("_")[0]]
-    arguments = from_file(name, "--vocab-size", str(vocabulary))
+    # Of Megatron's stand-in tokenizer, which adds an end-of-document token.
+    arguments = from_file(name, "--vocab-size", "131071")
     request = {
         "arguments": arguments,
-        "world_size": WORLD_SIZES[name],
+        "world_size": NAMES[name].model.gpus,
         "facts": str(folder / "facts.json"),
         "as_on_hopper": as_on_hopper,
     }
@@ -51,21 +44,28 @@ def validated(name: str, ranks: Ranks, folder: Path, *, as_on_hopper: bool = Fal
     return facts
 
 
-def test_every_model_file_is_tested() -> None:
-    assert {path.stem for path in MODELS.iterdir()} == set(WORLD_SIZES)
+def test_the_recipes_are_what_the_script_writes() -> None:
+    written = {path for folder in {recipe.path.parent for recipe in RECIPES} for path in folder.iterdir()}
+    assert written == {recipe.path for recipe in RECIPES}
+    assert [name for name, recipe in NAMES.items() if recipe.path.read_text() != text(recipe)] == []
+    assert table() in (ROOT / "examples" / "README.md").read_text(), "python examples/recipes.py prints the table"
 
 
-@pytest.mark.parametrize("as_on_hopper", [False, True], ids=["CPU", "Hopper"])
-@pytest.mark.parametrize("name", WORLD_SIZES)
-def test_a_model_file_passes_all_checks_at_its_world_size(
+@pytest.mark.parametrize(
+    "name, as_on_hopper",
+    [*((name, False) for name in NAMES), *((name, True) for name in LONGEST)],
+)
+def test_a_recipe_passes_all_checks_at_its_world_size(
     name: str, as_on_hopper: bool, ranks: Ranks, tmp_path: Path
 ) -> None:
     facts = validated(name, ranks, tmp_path, as_on_hopper=as_on_hopper)
     assert facts["diffusion_scheme"] == "CSBP"
-    assert facts["data_parallel_size"] == 1
-    assert facts["context_parallel_size"] == facts["block_parallel_size"] == 8
-    assert facts["seq_length"] == 2 * facts["clean_seq_length"] == 2 * 16_384
-    if name.startswith("qwen3"):
+    recipe = NAMES[name]
+    assert facts["data_parallel_size"] == recipe.data_parallel
+    assert facts["context_parallel_size"] == facts["block_parallel_size"] == recipe.group
+    assert facts["clean_seq_length"] == recipe.tokens
+    assert facts["seq_length"] == recipe.copies * recipe.tokens
+    if recipe.model.is_qwen:
         assert facts["padded_vocab_size"] == 151_936
         assert facts["model"]["qk_layernorm"] is True
     else:
@@ -76,19 +76,22 @@ def test_a_model_file_passes_all_checks_at_its_world_size(
 
 @pytest.mark.parametrize(
     "name, world_size, size",
-    [("qwen3_0.6b", 2, []), ("nemotron_labs_diffusion_8b", 4, ["--tensor-model-parallel-size", "2"])],
+    [
+        ("qwen_ar_to_bdlm/0.6b_128k", 2, []),
+        ("nemotron_diffusion/8b_256k", 4, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    ],
 )
-def test_a_model_file_trains_when_made_small(name: str, world_size: int, size: list[str], ranks: Ranks) -> None:
+def test_a_recipe_trains_when_made_small(name: str, world_size: int, size: list[str], ranks: Ranks) -> None:
     arguments = from_file(name, *SMALL.split(), *size)
     run = ranks.train(arguments, world_size).check()
     losses = run.losses()
     assert len(losses) == 3
     assert all(0.0 < loss < 10.0 for loss in losses)
-    assert run.evaluated("nelbo")[0] > 0.0
+    assert run.evaluated("lm loss")[0] > 0.0
 
 
-def test_a_model_file_trains_as_on_a_gpu_without_transformer_engine_and_apex(ranks: Ranks) -> None:
-    arguments = [*from_file("nemotron_labs_diffusion_8b", *SMALL.split()), "--tensor-model-parallel-size", "2"]
+def test_a_recipe_trains_as_on_a_gpu_without_transformer_engine_and_apex(ranks: Ranks) -> None:
+    arguments = [*from_file("nemotron_diffusion/8b_256k", *SMALL.split()), "--tensor-model-parallel-size", "2"]
     run = ranks.train(arguments, 4, hooks=["tests.support.pretended_gpu:pretend_hopper"]).check()
     assert len(run.losses()) == 3
     for line in (

@@ -18,10 +18,10 @@ PAGES = ("README.md", "examples/README.md", "docs/gpu.md")
 ENTRY = re.compile(r"-m megatron_csbp\.(?:pretrain_gpt|launch (?:\S*/)?pretrain_gpt\.py)")
 NEED_FILES = ("--tokenizer-model", "--data-path", "--pretrained-checkpoint", "--load", "--save", "--split")
 WITHOUT_DATA = words("--mock-data --tokenizer-type NullTokenizer --split 90,5,5")
-# What `$ARGS` of the README may be, and the vocabulary of a model file's tokenizer.
+# What `$ARGS` of the README may be, and the vocabulary of a recipe's tokenizer.
 OWN_ARGUMENTS = [*MODEL, *TRAINING, *words("--num-layers 2 --num-query-groups 2 --micro-batch-size 1 --bf16")]
 OWN_ARGUMENTS += words("--seq-length 512 --max-position-embeddings 512 --global-batch-size 8 --train-iters 2")
-VOCABULARY = {"nemotron": "131071", "qwen3": "151668"}
+VOCABULARY = {"nemotron": "131071", "qwen_ar_to_bdlm": "151668"}
 
 
 def commands() -> dict[str, tuple[int, str]]:
@@ -90,7 +90,7 @@ def test_a_documented_command_passes_megatrons_validation_on_hopper(name: str, r
 
 def test_what_the_job_script_would_run_passes_too(ranks: Ranks, tmp_path: Path) -> None:
     script = ["bash", "examples/slurm/pretrain.sbatch", "--dry-run"]
-    script += ["--yaml-cfg", "examples/models/nemotron_labs_diffusion_8b.yaml"]
+    script += ["--yaml-cfg", "examples/nemotron_diffusion/8b_256k.yaml"]
     run = subprocess.run(
         script, env=os.environ | {"SLURM_NNODES": "2"}, cwd=ROOT, capture_output=True, text=True, check=True
     )

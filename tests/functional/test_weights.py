@@ -127,6 +127,19 @@ def test_training_goes_on_the_same_after_a_detour_through_hugging_face(
     assert losses["run"] == losses["again"]
 
 
+def test_a_diffusion_model_trains_on_with_its_own_flags_alone(
+    ranks: Ranks, imported: Callable[[str], tuple[Path, Path]]
+) -> None:
+    _, checkpoint = imported("nemotron")
+    flags = [*RUN, "--yaml-cfg", str(checkpoint / "model.yaml"), "--load", str(checkpoint), *iterations(1)]
+    run = ranks.train([*flags, "--finetune"]).check()
+    assert run.losses("ar loss")[0] > 0.0
+    refused = ranks.train(flags)
+    assert refused.returncodes == [2]
+    assert "there is no optimizer state to resume from" in refused.output
+    assert "--finetune to start a new run from these weights" in refused.output
+
+
 def test_another_model_than_the_import_is_refused(
     ranks: Ranks, imported: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:

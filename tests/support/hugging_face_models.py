@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-VOCABULARY = 190
+VOCABULARY = 192
+ODD_VOCABULARY = 190
 _SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -36,7 +37,8 @@ def make_model(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> P
     """Save a random model into a new folder and return it.
 
     Args:
-        kind: `qwen3-tied`, `qwen3`, `qwen3-moe`, `qwen3-moe-mixed` (one dense layer), `ministral3` or `nemotron`.
+        kind: `qwen3-tied`, `qwen3` (with a vocabulary that has to be padded), `qwen3-moe`,
+            `qwen3-moe-mixed` (one dense layer), `ministral3` or `nemotron`.
         folder: is made.
         dtype: of the weights.
     """
@@ -49,9 +51,11 @@ def make_model(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> P
         settings |= _EXPERTS | {"norm_topk_prob": kind == "qwen3-moe"}
     if kind == "qwen3-moe-mixed":
         settings["mlp_only_layers"] = [0]
+    if kind == "qwen3":
+        settings["vocab_size"] = ODD_VOCABULARY
     if name == "Ministral3":
         settings["rope_parameters"] = dict(_YARN)
-    config = getattr(transformers, f"{name}Config")(**_SIZES, **settings)
+    config = getattr(transformers, f"{name}Config")(**(_SIZES | settings))
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():  # norms of 1 would hide a norm that went to the wrong place
