@@ -14,8 +14,9 @@ from typing import Any
 
 from benchmarks.network import INTERFACE, Network
 from benchmarks.ranks import cores
-from examples.demo.corpus import build_tokenizer, standard_library_documents
+from examples.demo.corpus import standard_library_documents
 from megatron_csbp.data import prepare
+from megatron_csbp.data.train_tokenizer import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
 RANKS = 2
@@ -90,7 +91,8 @@ def prepare_corpus(folder: Path, fixed: FixedTime) -> Corpus:
     """Tokenize sources of Python's standard library; the beginning of one that is not trained on is for validation."""
     held_out, *documents = standard_library_documents(fixed.corpus_bytes)
     tokenizer = folder / "tokenizer"
-    mask_token_id = build_tokenizer(documents, tokenizer, VOCABULARY)
+    texts = (document.read_text(encoding="utf-8") for document in documents)
+    _, mask_token_id = train_tokenizer(texts, tokenizer, VOCABULARY)
     excerpt = folder / "valid.txt"
     # One token a byte, for documents without characters beyond ASCII.
     excerpt.write_bytes(held_out.read_bytes()[: VALIDATION_SEQUENCES * fixed.sequence_length])

@@ -4,7 +4,8 @@
     python -m benchmarks.import_memory [--gigabytes 2] [--folder FOLDER]
 
 Makes a synthetic Qwen3 checkpoint of that size (bf16, random), imports it, exports the import, and
-prints the peak resident memory of each process beyond that of a bare Python interpreter, with what PyTorch alone takes.
+prints the peak resident memory of each process beyond that of a bare Python interpreter, with what PyTorch alone
+takes.
 """
 
 import argparse
@@ -42,22 +43,44 @@ _CONFIG = {
     "torch_dtype": "bfloat16",
 }
 _ONE_PROCESS = """
-import pathlib, re, runpy, sys
+import pathlib, re, runpy, sys, threading, time
+status = pathlib.Path("/proc/self/status")
+peaks = {"VmHWM": 0, "RssAnon": 0}
+def look():
+    text = status.read_text()
+    for name in peaks:
+        peaks[name] = max(peaks[name], int(re.search(name + r":\\s+(\\d+)", text)[1]))
+def watch():
+    while True:
+        look()
+        time.sleep(0.005)
+threading.Thread(target=watch, daemon=True).start()
 sys.argv = sys.argv[1:]
 try:
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True) if sys.argv[0] else __import__(sys.argv[1] or "sys")
+    for module in sys.argv.pop(0).split():
+        __import__(module)
+    if sys.argv:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 except SystemExit as leaving:
     assert not leaving.code, leaving.code
+look()
 # Not getrusage: its figure begins with that of the process which started this one.
-print("peak", re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+print("peak", peaks["VmHWM"], peaks["RssAnon"])
 """
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Peak resident memory of a process, in bytes, and its time."""
+    """A process.
 
-    peak_bytes: int
+    Attributes:
+        resident_bytes: peak resident memory, with the pages of shared libraries.
+        anonymous_bytes: peak of what is no file's.
+        seconds: time.
+    """
+
+    resident_bytes: int
+    anonymous_bytes: int
     seconds: float
 
 
@@ -83,15 +106,15 @@ def write_model(folder: Path, size_bytes: int, layers: int | None = None) -> int
     return _bytes(tensors)
 
 
-def measure(module: str, *arguments: str) -> Measured:
-    """Run a module in a process of its own; an empty name imports the one behind it, or nothing."""
+def measure(modules: str, *command: str) -> Measured:
+    """Import modules in a process of its own, then run a command there, if there is one."""
     started = time.monotonic()
-    command = [sys.executable, "-W", "ignore", "-c", _ONE_PROCESS, module, *(arguments or ("",))]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    words = [sys.executable, "-W", "ignore", "-c", _ONE_PROCESS, modules, *command]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     if run.returncode:
-        raise RuntimeError(f"{module} failed:\n{run.stderr[-2000:]}")
-    kilobytes = int(run.stdout.rsplit("peak", 1)[1])
-    return Measured(kilobytes * 1024, time.monotonic() - started)
+        raise RuntimeError(f"{' '.join(command)} failed:\n{run.stderr[-2000:]}")
+    resident, anonymous = (int(number) * 1024 for number in run.stdout.rsplit("peak", 1)[1].split())
+    return Measured(resident, anonymous, time.monotonic() - started)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,16 +127,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         source, checkpoint, exported = (Path(place) / name for name in ("source", "checkpoint", "exported"))
         source.mkdir()
         size = write_model(source, int(args.gigabytes * 10**9))
-        interpreter, torch_alone = measure(""), measure("", "torch")
+        bare, libraries = measure(""), measure("torch torch.distributed.checkpoint")
         weights = "megatron_csbp.weights"
         runs = {
-            "import": measure(weights, "import", "--from", str(source), "--save", str(checkpoint)),
-            "export": measure(weights, "export", "--load", str(checkpoint), "--to", str(exported)),
+            "import": measure("", weights, "import", "--from", str(source), "--save", str(checkpoint)),
+            "export": measure("", weights, "export", "--load", str(checkpoint), "--to", str(exported)),
         }
-    print(f"checkpoint: {size / 10**9:.2f} GB; PyTorch alone: {_megabytes(torch_alone, interpreter):.0f} MB")
-    for name, run in runs.items():
-        beyond = _megabytes(run, interpreter)
-        print(f"{name}: peak {beyond:.0f} MB beyond the interpreter, {run.seconds:.0f} s")
+    print(f"checkpoint of {size / 10**9:.2f} GB; peaks beyond a bare interpreter:")
+    for name, run in {"PyTorch, idle": libraries, **runs}.items():
+        resident = (run.resident_bytes - bare.resident_bytes) / 10**6
+        anonymous = (run.anonymous_bytes - bare.anonymous_bytes) / 10**6
+        print(f"{name}: {anonymous:.0f} MB anonymous, {resident:.0f} MB with pages of libraries; {run.seconds:.0f} s")
     return 0
 
 
@@ -129,10 +153,6 @@ def _tensors(config: dict[str, object]) -> dict[str, tuple[tuple[int, ...], torc
 
 def _bytes(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors.values())
-
-
-def _megabytes(run: Measured, interpreter: Measured) -> float:
-    return (run.peak_bytes - interpreter.peak_bytes) / 10**6
 
 
 if __name__ == "__main__":

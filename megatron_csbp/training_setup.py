@@ -24,15 +24,19 @@ from megatron_csbp.configuration.config_file import flags_given, set_defaults_fr
 from megatron_csbp.configuration.flag_names import FlagNames
 from megatron_csbp.configuration.hardware_queues import check_one_queue
 from megatron_csbp.configuration.objective_flags import objective_from_args
+from megatron_csbp.configuration.output_folders import check_output_folders
+from megatron_csbp.configuration.packing_rules import check_own_geometries
 from megatron_csbp.configuration.performance_arguments import (
     fill_head_groups,
     fill_loss_chunk_rows,
     why_last_layer_is_whole,
 )
+from megatron_csbp.configuration.run_lock import check_lock, hold_lock
 from megatron_csbp.configuration.runtime_arguments import adapt_to_runtime
+from megatron_csbp.configuration.training_rules import check_training
 from megatron_csbp.configuration.weight_rules import check_weights
 from megatron_csbp.cpu_runtime import RuntimeInfo
-from megatron_csbp.data.datasets import build_train_valid_test_datasets
+from megatron_csbp.data.datasets import SampleOf, build_train_valid_test_datasets
 from megatron_csbp.data.full_validation import correct_full_validation_now
 from megatron_csbp.data.validation import validate_data_files
 from megatron_csbp.errors import say_errors_in_one_line, user_errors
@@ -95,9 +99,14 @@ def parse_and_validate_args(
             check_one_queue(args, capability, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
         changes.extend(adapt_to_runtime(args, runtime))
         changes.extend(arguments.prepare_before_validation(args, frozenset(given)))
+        check_training(args)
 
     def after(args: Namespace) -> None:
         changes.extend(arguments.prepare_after_validation(args))
+        if arguments.is_block_diffusion(args) and has_own_geometries(args):
+            check_own_geometries(args)
+            # Stages tell one another the rows of each micro-batch, since no two need have as many.
+            args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
 
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
@@ -111,8 +120,22 @@ def parse_and_validate_args(
         if args.full_validation:
             correct_full_validation_now(args)
     start = check_start(args, FlagNames(parsers[-1]))
+    take_output_folders(args)
     print_start_summary(args, runtime, changes, start)
     return args
+
+
+def take_output_folders(args: Namespace) -> None:
+    """Try every folder that the run writes into, and keep other runs out of the one with its checkpoints.
+
+    Raises:
+        ValueError: a folder cannot be written into, or another run saves there.
+    """
+    check_output_folders(args)
+    if args.save is not None and "://" not in args.save and not args.skip_train:
+        check_lock(args.save)
+        if args.rank == 0:
+            hold_lock(args.save)
 
 
 def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
@@ -143,8 +166,24 @@ def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
     return config
 
 
+def sample_of_from_args(args: Namespace) -> SampleOf | None:
+    """Return the geometry of single samples; None: all have that of the flags.
+
+    Megatron's datasets cut whole samples of one document. Whoever brings data of another kind (documents with edges,
+    few active blocks) puts a function of its own here before the entry runs.
+    """
+    return None
+
+
+def has_own_geometries(args: Namespace) -> bool:
+    """Return whether samples differ in their geometry: packed documents, or `sample_of_from_args`."""
+    return bool(args.pack_documents) or sample_of_from_args(args) is not None
+
+
 def datasets_provider(args: Namespace) -> Callable[..., Any]:
     """Return the `train_valid_test_dataset_provider` that yields the rows of this rank."""
+    sample_of = sample_of_from_args(args)
+    on_every_stage = args.full_validation or has_own_geometries(args)
 
     def provide(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
         return build_train_valid_test_datasets(
@@ -153,7 +192,9 @@ def datasets_provider(args: Namespace) -> Callable[..., Any]:
             arguments.static_plans(args, megatron_compat.context_parallel_rank()),
             objective_from_args(args),
             vp_stage=vp_stage,
-            is_built=partial(megatron_compat.rank_loads_data, vp_stage, on_every_stage=args.full_validation),
+            is_built=partial(megatron_compat.rank_loads_data, vp_stage, on_every_stage=on_every_stage),
+            sample_of=sample_of,
+            plan_keys=arguments.plan_keys(args),
         )
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # Megatron then builds the datasets on every rank

@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's text and tokenizer: the longest sources of Python's standard library, and a small BPE trained on them."""
+"""The demo's text: the longest sources of Python's standard library."""
 
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-END_OF_DOCUMENT = "<|endoftext|>"
-MASK = "<|mask|>"
-"""Stands for a corrupted token. No text contains it, so the tokenizer never yields its id on real data."""
-
 MASK_ID = 1
-"""Its id: special tokens come first."""
+"""The id of the mask in the tokenizer that is trained here: special tokens come first."""
 
 LONGEST_BYTES = 200_000
 """Longer files of the standard library are tables, not programs."""
@@ -43,32 +38,6 @@ def standard_library_documents(total_bytes: int) -> list[Path]:
         f"the standard library in {folder} has only {sum(sizes.values())} bytes of Python sources; the demo needs "
         f"{total_bytes}. Use a full installation of Python (Debian: python3-full)."
     )
-
-
-def build_tokenizer(documents: Sequence[Path], folder: Path, vocab_size: int) -> None:
-    """Train a byte-level BPE and save it for `--tokenizer-type HuggingFaceTokenizer`.
-
-    Args:
-        documents: UTF-8 text files.
-        folder: where to save.
-        vocab_size: tokens, the special ones included.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT, MASK],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((document.read_text(encoding="utf-8") for document in documents), trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_DOCUMENT, mask_token=MASK)
-    fast.save_pretrained(str(folder))
-    assert tokenizer.token_to_id(MASK) == MASK_ID
 
 
 def entropy_of_tokens(prefix: Path) -> float:

@@ -27,6 +27,7 @@ from sizes import NUM_RANKS, PAPER_CASE, SIZES, Size
 from training import DemoError, RunRecord, run_command, train
 
 from megatron_csbp.data import prepare
+from megatron_csbp.data.train_tokenizer import MASK_TOKEN, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = "made-by-the-demo"
@@ -118,10 +119,12 @@ def prepare_data(output: Path, size: Size) -> tuple[list[str], float]:
     print("\nData: the longest sources of Python's standard library", flush=True)
     *documents, held_out = corpus.standard_library_documents(size.corpus_bytes)
     tokenizer = output / "tokenizer"
-    corpus.build_tokenizer(documents, tokenizer, size.vocab_size)
-    print(f"  tokenizer: BPE of {size.vocab_size} tokens: {tokenizer}; validation text: {held_out}", flush=True)
-    for name, texts in (("train", documents), ("valid", [held_out])):
-        arguments = ["--input", *map(str, texts), "--tokenizer", str(tokenizer), "--append-eod"]
+    texts = (document.read_text(encoding="utf-8") for document in documents)
+    num_tokens, mask_token_id = train_tokenizer(texts, tokenizer, size.vocab_size)
+    assert mask_token_id == corpus.MASK_ID
+    print(f"  tokenizer: BPE of {num_tokens} tokens, {MASK_TOKEN} = {mask_token_id}; validation text: {held_out}")
+    for name, paths in (("train", documents), ("valid", [held_out])):
+        arguments = ["--input", *map(str, paths), "--tokenizer", str(tokenizer), "--append-eod"]
         arguments += ["--output-prefix", str(output / "data" / name)]
         (output / f"prepare-{name}.sh").write_text(
             f"{shlex.join([sys.executable, '-m', 'megatron_csbp.data.prepare', *arguments])}\n"
@@ -168,6 +171,8 @@ def diffuse(name: str, num_ranks: int, size: Size, data: list[str], output: Path
         title = f"Training with CSBP, {name}"
     else:
         iterations = size.parity_iterations
+        if name == "CP":
+            arguments += ["--context-scheme", "cp"]
         arguments += ["--exit-interval", str(iterations), "--eval-iters", "0", "--eval-interval", "1000"]
         arguments += ["--context-scheme", "cp"] if name == "CP" else []
         title = f"The first iterations of the conversion again, {name}"

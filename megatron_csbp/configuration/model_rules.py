@@ -2,6 +2,8 @@
 """Rules on ranks, heads and modules that Megatron checks late, badly or not at all. Imports nothing of Megatron."""
 
 import importlib.util
+import math
+import os
 from argparse import Namespace
 
 
@@ -19,8 +21,17 @@ def check_world_size(args: Namespace) -> None:
         named = " ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
         raise ValueError(
             f"{named}: needs a multiple of {needed} ranks, and this job has {args.world_size} (block and context "
-            f"parallelism share their ranks); start it with torchrun --nproc-per-node {needed}, for example."
+            f"parallelism share their ranks); {_how_to_start(needed, args.world_size)}."
         )
+
+
+def _how_to_start(needed: int, world_size: int) -> str:
+    """Return an example of a job whose ranks are a multiple of a number, on nodes as large as this job's."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if per_node >= world_size:
+        return f"start it with torchrun --nproc-per-node {needed}, for example"
+    ranks = math.lcm(needed, per_node)
+    return f"start it on {ranks // per_node} nodes of {per_node}, for example: torchrun --nnodes {ranks // per_node}"
 
 
 def check_heads(args: Namespace) -> None:

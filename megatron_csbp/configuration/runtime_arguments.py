@@ -7,6 +7,7 @@ installed: Megatron raises, or fails in the first step, without Apex even where 
 
 import importlib
 from argparse import Namespace
+from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron_csbp.configuration.changes import Change
@@ -17,9 +18,58 @@ _CPU_VALUES: tuple[tuple[str, object, str], ...] = (
     ("no_persist_layer_norm", True, "the persistent layer norm is an Apex CUDA kernel"),
     ("gradient_accumulation_fusion", False, "the fused weight gradient is an Apex CUDA kernel"),
     ("masked_softmax_fusion", False, "the fused softmax is a CUDA kernel"),
+    ("moe_permute_fusion", False, "the fused permutation is a Transformer Engine CUDA kernel"),
+    ("moe_router_fusion", False, "the fused router is a Transformer Engine CUDA kernel"),
+    ("use_transformer_engine_op_fuser", False, "Transformer Engine has no CPU kernels"),
     ("apply_rope_fusion", False, "the fused RoPE is a Transformer Engine CUDA kernel"),
     ("distributed_backend", "gloo", "NCCL needs CUDA devices"),
     ("tp_comm_overlap", False, "userbuffers are CUDA memory"),
+)
+
+# Flag, whether it is on, why a CPU cannot do it, and what works.
+_GPU_ONLY: tuple[tuple[str, Callable[[Namespace], object], str, str], ...] = (
+    (
+        "--apply-layernorm-1p",
+        lambda args: args.layernorm_zero_centered_gamma,
+        "PyTorch's norm has no such weights; Transformer Engine's has",
+        "leave the flag out, or run on a GPU",
+    ),
+    (
+        "--profile",
+        lambda args: args.profile and not args.use_pytorch_profiler,
+        "it starts and stops CUDA's profiler",
+        "add --use-pytorch-profiler",
+    ),
+    (
+        "--optimizer-cpu-offload",
+        lambda args: args.optimizer_cpu_offload,
+        "it moves the optimizer of a GPU to the CPU, where it is already",
+        "leave the flag out",
+    ),
+    (
+        "--use-precision-aware-optimizer",
+        lambda args: args.use_precision_aware_optimizer,
+        "it is Transformer Engine's fused Adam",
+        "leave the flag out",
+    ),
+    (
+        "--cpu-offloading-num-layers",
+        lambda args: args.cpu_offloading_num_layers,
+        "it moves activations from a GPU to the CPU, where they are already",
+        "leave the flag out",
+    ),
+    (
+        "--record-memory-history",
+        lambda args: args.record_memory_history,
+        "it records CUDA's memory allocator",
+        "leave the flag out",
+    ),
+    (
+        "--log-straggler",
+        lambda args: args.log_straggler,
+        "it reads a GPU's temperature, power and clock",
+        "leave the flag out",
+    ),
 )
 
 
@@ -58,7 +108,7 @@ def adapt_to_runtime(args: Namespace, runtime: RuntimeInfo) -> list[Change]:
         What was changed, for the start summary.
 
     Raises:
-        ValueError: FP8 or FP4 is asked for, which no other argument could stand in for.
+        ValueError: something is asked for that no other argument could stand in for, such as FP8.
     """
     if runtime.device != "cpu":
         return [
@@ -71,6 +121,9 @@ def adapt_to_runtime(args: Namespace, runtime: RuntimeInfo) -> list[Change]:
             raise ValueError(
                 f"{flag} {getattr(args, name)} needs a CUDA device and Transformer Engine; on a CPU use --bf16."
             )
+    for flag, is_on, reason, instead in _GPU_ONLY:
+        if is_on(args):
+            raise ValueError(f"{flag} is not possible on a CPU: {reason}; {instead}.")
     return [
         _change(args, name, value, f"CPU runtime: {reason}")
         for name, value, reason in _CPU_VALUES

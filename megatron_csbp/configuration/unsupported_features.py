@@ -63,6 +63,14 @@ UNSUPPORTED = (
         "use --ckpt-format torch_dist",
         _one_of(None, "torch_dist"),
     ),
+    Unsupported(
+        "ddp_average_in_collective", "ranks count different numbers of tokens: gradients are summed, not averaged"
+    ),
+    Unsupported(
+        "init_model_with_meta_device",
+        "without FSDP Megatron never gives such weights a value",
+        "leave the flag out, or use --use-cpu-initialization",
+    ),
     Unsupported("sft", "stock packed SFT has no diffusion blocks within documents", "pretrain on --data-path"),
     Unsupported("fim_data", "fill-in-the-middle reorders the tokens of a sample"),
     Unsupported("allow_ambiguous_pad_tokens", "padding is known by its place; a pad token in the data is a token"),

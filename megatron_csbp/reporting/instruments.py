@@ -2,7 +2,8 @@
 """What a training run measures about itself on request: bytes moved and exposed communication, by iteration.
 
 The forward step owns the instruments and tells them of every micro-batch; Megatron's hook at the end of the backward
-pass tells them that an iteration is over. Without `--csbp-ledger` and `--csbp-timing` there are none.
+pass tells them that an iteration is over. Without `--csbp-ledger`, `--csbp-timing` and `--log-throughput` there are
+none.
 """
 
 from argparse import Namespace
@@ -24,7 +25,7 @@ class Instruments:
 
     Attributes:
         traffic: the byte ledger, with `--csbp-ledger`.
-        timing: the clock, with `--csbp-timing`.
+        timing: clean tokens per second, with `--log-throughput`; and the clock, with `--csbp-timing`.
     """
 
     traffic: TrafficReport | None
@@ -91,9 +92,10 @@ def closing(instruments: Instruments | None) -> Iterator[None]:
 
 def instruments_from_args(args: Namespace) -> Instruments | None:
     """Return the instruments that the flags ask for, or None."""
-    if args.csbp_ledger is None and not args.csbp_timing:
+    counts_tokens = args.csbp_timing or args.log_throughput
+    if args.csbp_ledger is None and not counts_tokens:
         return None
     return Instruments(
         TrafficReport(args.csbp_ledger, args.rank) if args.csbp_ledger is not None else None,
-        TimingReport(megatron_compat.current_device()) if args.csbp_timing else None,
+        TimingReport(megatron_compat.current_device(), measures_waits=args.csbp_timing) if counts_tokens else None,
     )

@@ -13,11 +13,12 @@ from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import Start
 from megatron_csbp.configuration.performance_arguments import exchange_bytes, local_key_value_heads
 from megatron_csbp.cpu_runtime import RuntimeInfo
+from megatron_csbp.reporting.kernel_summary import attention_kernel_lines, head_shape
 from megatron_csbp.reporting.model_flops import ModelFlops
 from megatron_csbp.transformer.geometry.plan import AttentionPlan
 from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.geometry.scheme import CopyKind, Scheme
-from megatron_csbp.transformer.kernels import AttentionKernel, HeadShape, checked_kernel
+from megatron_csbp.transformer.kernels import AttentionKernel, checked_kernel
 from megatron_csbp.transformer.traffic_ledger import Collective
 
 _MAX_RANKS_SHOWN = 8
@@ -76,7 +77,7 @@ def _start_lines(args: Namespace, start: Start) -> list[str]:
 def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
     plans = static_plans(args, rank=0)
     rows, sharding, sample = plans.rows, plans.rows.sharding, plans.rows.sample
-    kernel = _tested_kernel(args, runtime)
+    kernel = _tested_kernel(args, runtime, rows)
     views = "" if sample.num_views == 1 else f" in {sample.num_views} corrupted views of one clean copy"
     lines = [
         f"  scheme: {sharding.scheme} over {sharding.group_size} rank(s); tensor {args.tensor_model_parallel_size} x "
@@ -86,7 +87,7 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
         f"{args.noise_schedule} eps {args.noise_eps}, mask token {args.mask_token_id}",
         f"  sequence: {sample.length} clean tokens, {sample.num_blocks} blocks of {sample.block_size}{views}, "
         f"{sharding.num_chunks} chunks of {rows.chunk_length}; {rows.num_rows} rows per rank",
-        f"  attention backend: {kernel.name} (--csbp-attention-backend {args.csbp_attention_backend})",
+        *attention_kernel_lines(args, kernel, plans, _device(args, runtime)),
     ]
     blocks = rows.chunk_length // sample.block_size
     for rank in range(min(sharding.group_size, _MAX_RANKS_SHOWN)):
@@ -103,15 +104,18 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
     return lines
 
 
-def _tested_kernel(args: Namespace, runtime: RuntimeInfo) -> AttentionKernel:
-    device = torch.device("cpu") if runtime.device == "cpu" else torch.device("cuda", args.local_rank)
-    query, key = args.num_attention_heads // args.tensor_model_parallel_size, local_key_value_heads(args)
+def _device(args: Namespace, runtime: RuntimeInfo) -> torch.device:
+    return torch.device("cpu") if runtime.device == "cpu" else torch.device("cuda", args.local_rank)
+
+
+def _tested_kernel(args: Namespace, runtime: RuntimeInfo, rows: RankRows) -> AttentionKernel:
     return checked_kernel(
         args.csbp_attention_backend,
-        device,
+        _device(args, runtime),
         args.params_dtype,
-        HeadShape(query, key, args.kv_channels),
+        head_shape(args),
         args.attention_backend.name,
+        rows.static_chunk_length,
     )
 
 

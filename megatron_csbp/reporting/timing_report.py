@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--csbp-timing`: exposed communication of the attention and clean tokens per second, at every log interval."""
+"""Clean tokens per second (`--log-throughput`) and exposed communication (`--csbp-timing`), at every log interval."""
 
 from argparse import Namespace
 
@@ -17,16 +17,17 @@ class TimingReport:
     """Measures one rank, and reports through Megatron's timers and writers.
 
     Attributes:
-        clock: what the exchanges measure their waits with.
+        clock: what the exchanges measure their waits with; None if they are not measured.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, measures_waits: bool = True) -> None:
         """Start with nothing measured.
 
         Args:
             device: where the tensors live.
+            measures_waits: whether to measure exposed communication, which needs events on the streams.
         """
-        self.clock: WaitClock = wait_clock(device)
+        self.clock: WaitClock | None = wait_clock(device) if measures_waits else None
         self._exposed_seconds = 0.0
         self._iterations = 0
         self._samples = 0
@@ -38,7 +39,8 @@ class TimingReport:
         Args:
             args: Megatron's arguments.
         """
-        self._exposed_seconds += self.clock.take_seconds()
+        if self.clock is not None:
+            self._exposed_seconds += self.clock.take_seconds()
         self._iterations += 1
         self._samples += megatron_reporting.global_batch_size()
         iteration = args.curr_iteration + 1
@@ -52,5 +54,6 @@ class TimingReport:
                 f" [csbp] iteration {iteration} | clean tokens per second: {rate:.1f} | per rank: "
                 f"{rate / args.world_size:.1f} |"
             )
-        megatron_reporting.log_timer(EXPOSED, self._exposed_seconds, self._iterations, iteration, args)
+        if self.clock is not None:
+            megatron_reporting.log_timer(EXPOSED, self._exposed_seconds, self._iterations, iteration, args)
         self._exposed_seconds, self._iterations, self._samples, self._reported_at = 0.0, 0, 0, seconds

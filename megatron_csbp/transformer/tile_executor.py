@@ -20,10 +20,6 @@ from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.kernels.local_interface import LocalKernel
 from megatron_csbp.transformer.softmax_merge import merge_partial
 
-_MOST_FOLDED_ROWS = 128
-"""Problems with no more rows than this have the query heads of one key head folded into rows: a kernel's blocks of
-rows are this large, and would otherwise be mostly empty."""
-
 
 class KeyValue(NamedTuple):
     """Keys and values of one key source, or their gradients: both [U, B, K, D]."""
@@ -189,8 +185,7 @@ class _ProblemShape:
         self._tile = tile
         self._reversed = tile.mask is MaskKind.ANTICAUSAL
         self._ratio = num_query_heads // num_key_value_heads
-        small = tile.query.num_rows <= _MOST_FOLDED_ROWS and tile.mask is MaskKind.FULL
-        self._folds = self._ratio > 1 and small
+        self._folds = self._ratio > 1 and tile.folds_heads
 
     def queries(self, tensor_SBN: Tensor) -> Tensor:
         """Return query rows [S, B, N, ...] as problems [G, T, N, ...] or [G, T R, K, ...]."""

@@ -7,7 +7,6 @@ Shapes: B prompts, S tokens, H hidden, V vocabulary.
 """
 
 import contextlib
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_csbp import cpu_runtime
+from megatron_csbp.one_process import be_the_only_rank
 from megatron_csbp.weights.check_hugging_face import Computed
 from megatron_csbp.weights.model_flags import flags_of_arguments, yaml_text
 from megatron_csbp.weights.torch_dist_reader import TorchDistCheckpoint
@@ -31,6 +31,15 @@ def megatron_logits(path: Path, arguments: Mapping[str, Any], tokens_BS: Tensor)
         arguments: Megatron's arguments of the model, by name.
         tokens_BS: token ids.
     """
+    # Megatron's own model does not scale queries, and below the original length the scale is 1.
+    original: int = arguments.get("yarn_original_max_position_embeddings") or 0
+    if "query_scale_beta" in arguments and tokens_BS.shape[1] > original:
+        raise ValueError(
+            f"--prompt: {tokens_BS.shape[1]} tokens are too many, since queries of this model are scaled from "
+            "position "
+            f"{original} on; compare on shorter ones."
+        )
+    arguments = {name: value for name, value in arguments.items() if name != "query_scale_beta"}
     with contextlib.redirect_stdout(sys.stderr):
         model = _build(arguments, tokens_BS.shape[1])
     weights = TorchDistCheckpoint(path)
@@ -59,13 +68,12 @@ def _build(arguments: Mapping[str, Any], length: int) -> Any:
     with _as_command_line(arguments, length):
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.training.argument_utils import gpt_config_from_args
-        from megatron.training.initialize import initialize_megatron
 
-        from megatron_csbp import megatron_compat, training_setup
+        from megatron_csbp import megatron_compat, megatron_loading, training_setup
 
         megatron_compat.ensure_dataset_helpers()
         config = gpt_config_from_args(training_setup.parse_and_validate_args(runtime))
-        initialize_megatron()
+        megatron_loading.initialize_megatron()
         groups = ProcessGroupCollection.use_mpu_process_groups()
         return config.get_builder_cls()(config).build_model(groups).eval()
 
@@ -79,12 +87,11 @@ def _as_command_line(arguments: Mapping[str, Any], length: int) -> Iterator[None
         "--eval-iters 0 --eval-interval 1 --transformer-impl local"
     )
     before = sys.argv
-    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.yaml"
         file.write_text(yaml_text("", {"model": flags_of_arguments(arguments)}))
         sys.argv = [before[0], "--yaml-cfg", str(file), *run.split()]
-        os.environ.update(job)
+        be_the_only_rank()
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ from megatron_csbp.weights.families import Family, family_of
 from megatron_csbp.weights.layouts import Shape
 from megatron_csbp.weights.model_arguments import config_from_arguments
 from megatron_csbp.weights.model_shape import ModelShape, shape_from_arguments
+from megatron_csbp.weights.released_memory import released_memory
 from megatron_csbp.weights.rotary_arguments import arguments_of_rope
 from megatron_csbp.weights.rules import Piece, pieces
 from megatron_csbp.weights.safetensors_reader import INDEX
@@ -69,10 +70,12 @@ def export_weights(
         copy_side_files(like, folder)
         (folder / INDEX).unlink(missing_ok=True)
         _update_config(folder / "config.json", changed, widest)
-        with SafetensorsWriter(folder, tensors, _files_of(like)) as writer:
+        with SafetensorsWriter(folder, tensors, _files_of(like)) as writer, released_memory() as done:
             for piece in parts:
                 for name, tensor in unpacked(piece, weights, shape):
                     writer.write(name, tensor.to(tensors[name][1]))
+                    done(tensor.nbytes)
+                    del tensor
     said = [f"config.json: {key} is {value!r}, as it was trained" for key, value in changed.items()]
     return [
         f"exported {len(tensors)} tensors of {family.model_type} ({_DTYPE_NAMES.get(widest, widest)}), iteration "
@@ -115,9 +118,8 @@ def changed_config(
         raise ValueError(f"{load} is not a model like {like}: {'; '.join(wrong)}.")
     changed = {key: now for key, (now, _, _) in differing.items()}
     # Compared as Megatron sees them, since config.json can say the same in several ways.
-    ours = arguments_of_rope(config)
-    if any(arguments.get(name) != value for name, value in ours.items() if name != "add_position_embedding"):
-        changed |= {key: trained[key] for key in ("rope_parameters",)}
+    if arguments_of_rope(config) != arguments_of_rope(trained):
+        changed["rope_parameters"] = trained["rope_parameters"]
     return changed
 
 

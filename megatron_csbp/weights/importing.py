@@ -27,7 +27,9 @@ MODEL_FILE = "model.yaml"
 """The model's flags, in the folder of an imported checkpoint."""
 
 _IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
-_VOCABULARY = {"padded_vocab_size"}
+_VOCABULARY = ("padded_vocab_size",)
+# What only block-diffusion runs take.
+_DIFFUSION = ("query_scale_beta",)
 
 
 @dataclass(frozen=True)
@@ -173,19 +175,24 @@ def _saved_arguments(source: Source) -> Namespace:
 
 
 def _model_file(source: Source, save: Path, mask_id: int | None) -> str:
-    model = {name: value for name, value in source.arguments.items() if name not in _VOCABULARY}
+    apart = (*_VOCABULARY, *_DIFFUSION)
+    model = {name: value for name, value in source.arguments.items() if name not in apart}
     vocabulary = flags_of_arguments({name: source.arguments[name] for name in _VOCABULARY})
+    diffusion = flags_of_arguments({name: source.arguments.get(name) for name in _DIFFUSION})
+    if mask_id is not None:
+        diffusion["mask-token-id"] = mask_id
     if has_tokenizer(source.folder):
         place = os.path.abspath(save / HUGGING_FACE)
         vocabulary = {"tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": place} | vocabulary
     sections: dict[str, Mapping[str, Any]] = {
         "model": flags_of_arguments(model),
         "tokenizer": vocabulary,
-        "block_diffusion": {} if mask_id is None else {"mask-token-id": mask_id},
+        "block_diffusion": diffusion,
     }
     header = (
         f"The flags of {source.folder.resolve().name} ({source.family.model_type}), for --yaml-cfg.\n"
-        "Written by python -m megatron_csbp.weights import."
+        "Written by python -m megatron_csbp.weights import. Without the section block_diffusion, for autoregressive "
+        "runs."
     )
     return yaml_text(header, sections)
 

@@ -61,6 +61,8 @@ def arguments_of_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     arguments["mscale"] = entries["mscale"] if both else 1.0
     arguments["mscale_all_dim"] = entries["mscale_all_dim"] if both else 0.0
     arguments["yarn_correction_range_round_to_int"] = entries.get("truncate", True)
+    if entries.get("llama_4_scaling_beta"):
+        arguments["query_scale_beta"] = entries["llama_4_scaling_beta"]
     return arguments
 
 
@@ -78,4 +80,6 @@ def rope_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
             entries |= {"mscale": arguments["mscale"], "mscale_all_dim": arguments["mscale_all_dim"]}
         if arguments.get("yarn_correction_range_round_to_int") is False:
             entries["truncate"] = False
+        if arguments.get("query_scale_beta"):
+            entries["llama_4_scaling_beta"] = arguments["query_scale_beta"]
     return {"rope_parameters": entries}

@@ -3,6 +3,7 @@
 
 import io
 import json
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megatron_csbp.weights.released_memory import released_memory
 from megatron_csbp.weights.rules import Piece
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -32,11 +34,13 @@ class _PiecewisePlanner(DefaultSavePlanner):
         make: Callable[[Piece], Tensor],
         dtypes: Mapping[str, torch.dtype],
         objects: Mapping[str, Any],
+        done: Callable[[int], None],
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._make = make
         self._dtypes = dtypes
         self._objects = objects
+        self._done = done
         self._pieces = {(key, torch.Size(piece.offset)): piece for piece in pieces for key in piece.keys}
         self._made: tuple[Piece, Tensor] | None = None
 
@@ -67,9 +71,12 @@ class _PiecewisePlanner(DefaultSavePlanner):
             return buffer
         piece = self._pieces[index.fqn, index.offset]
         if self._made is None or self._made[0] is not piece:
-            self._made = None  # before the next one is made
-            self._made = (piece, self._make(piece))
-        return self._made[1].to(self._dtypes[index.fqn]).reshape(piece.shape)
+            if self._made is not None:
+                size_bytes = self._made[1].nbytes
+                self._made = None  # before the next one is made
+                self._done(size_bytes)
+            self._made = (piece, self._make(piece).to(self._dtypes[index.fqn]))
+        return self._made[1].reshape(piece.shape)
 
 
 def write_checkpoint(
@@ -100,11 +107,9 @@ def write_checkpoint(
         "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
     }
     objects = {key: torch.empty(0, dtype=torch.uint8) for key in state_keys} | {COMMON_STATE: common}
-    save(
-        {},
-        storage_writer=FileSystemWriter(path),
-        planner=_PiecewisePlanner(pieces, make, dtypes, objects),
-        no_dist=True,
-    )
+    with released_memory() as done, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is how it is meant
+        planner = _PiecewisePlanner(pieces, make, dtypes, objects, done)
+        save({}, storage_writer=FileSystemWriter(path), planner=planner, no_dist=True)
     (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     (folder / TRACKER).write_text("0")

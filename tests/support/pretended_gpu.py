@@ -28,10 +28,11 @@ def pretend_hopper() -> None:
     def properties(device: Any = None) -> cpu_runtime.CpuProperties:
         return dataclasses.replace(cpu_runtime._properties(device), major=HOPPER)
 
-    def cpu_kernel(args: Any, runtime: Any) -> AttentionKernel:
+    def cpu_kernel(args: Any, runtime: Any, rows: Any) -> AttentionKernel:
         return select_kernel("torch", torch.device("cpu"))
 
     install("cpu")
     cpu_runtime.install = install_and_say_cuda
     torch.cuda.get_device_properties = properties
     start_summary._tested_kernel = cpu_kernel
+    start_summary._device = lambda args, runtime: torch.device("cpu")

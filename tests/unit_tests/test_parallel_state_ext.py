@@ -14,7 +14,7 @@ import torch.multiprocessing
 from megatron.core import parallel_state as mpu
 
 from megatron_csbp import parallel_state_ext as bp
-from megatron_csbp.rank_lists import (
+from tests.support.rank_lists import (
     DEFAULT_RANK_ORDER,
     PIPELINE_BEFORE_DATA_RANK_ORDER,
     RankTopology,
@@ -88,14 +88,11 @@ def facts_of(case: Case) -> dict[str, Any]:
     bp.initialize_block_parallel(
         case.block_size,
         context_group=context_group if case.pass_group else None,
-        topology=bp.topology_from_megatron(case.order),
     )
     group = bp.get_block_parallel_group()
     total = torch.tensor([dist.get_rank()])
     dist.all_reduce(total, group=group)
     facts = {
-        "topology_is_right": bp.topology_from_megatron(case.order)
-        == dataclasses.replace(topology_of(case), expert_tensor_parallel_size=case.tp),
         "initialized_before_and_after": [was_initialized, bp.block_parallel_is_initialized()],
         "is_context_group": group is context_group,
         "sum_over_group": total.item(),
@@ -111,11 +108,11 @@ def facts_of(case: Case) -> dict[str, Any]:
     return facts
 
 
-def error_of(case: Case, topology: RankTopology | None = None) -> str:
+def error_of(case: Case) -> str:
     """Initialise Megatron with the case, and return what the block-parallel dimension objects to."""
     initialize_megatron(case)
     try:
-        bp.initialize_block_parallel(case.block_size, topology=topology)
+        bp.initialize_block_parallel(case.block_size)
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -129,14 +126,7 @@ def worker(rank: int, folder: str) -> None:
     facts: dict[str, Any] = {name: facts_of(case) for name, case in CASES.items()}
     facts["unequal_sizes"] = error_of(Case(block_size=2, cp=4))
     facts["block_size_without_context_group"] = error_of(Case(block_size=4, cp=1))
-    facts["other_order"] = error_of(
-        Case(block_size=2, cp=2, order="dp-cp-tp-ep-pp"), topology_of(Case(block_size=2, cp=2))
-    )
-    facts["other_tensor_size"] = error_of(Case(block_size=2, cp=2), topology_of(Case(block_size=2, cp=2, tp=2)))
-    facts["smaller_world"] = error_of(Case(block_size=2, cp=2), RankTopology(world_size=2, context_parallel_size=2))
-    bp.initialize_block_parallel(
-        context_group=dist.group.WORLD, topology=RankTopology(world_size=WORLD_SIZE, context_parallel_size=WORLD_SIZE)
-    )
+    bp.initialize_block_parallel(context_group=dist.group.WORLD)
     facts["global_ranks_without_megatron"] = bp.get_block_parallel_global_ranks()
     try:
         bp.initialize_block_parallel()
@@ -169,11 +159,6 @@ def test_every_rank_is_in_the_group_that_the_rank_lists_name(facts: list[dict[st
             assert fact["sum_over_group"] == sum(ranks)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_topology_is_read_back_from_megatron(facts: list[dict[str, Any]], name: str) -> None:
-    assert all(fact[name]["topology_is_right"] for fact in facts)
-
-
 @pytest.mark.parametrize("name", ALIASED)
 def test_a_group_over_the_context_ranks_is_megatrons_context_group_itself(
     facts: list[dict[str, Any]], name: str
@@ -200,7 +185,7 @@ def test_destroying_the_world_first_is_fine(facts: list[dict[str, Any]]) -> None
     assert not any(fact["initialized_at_the_end"] for fact in facts)
 
 
-def test_a_context_group_and_a_topology_are_enough_without_megatrons_state(facts: list[dict[str, Any]]) -> None:
+def test_a_context_group_is_enough_without_megatrons_state(facts: list[dict[str, Any]]) -> None:
     assert [fact["global_ranks_without_megatron"] for fact in facts] == [[0], [1], [2], [3]]
 
 
@@ -213,7 +198,6 @@ def test_a_second_initialization_is_refused(facts: list[dict[str, Any]]) -> None
     [
         ("unequal_sizes", "ValueError: --bp-size 2: ", "use --bp-size 1 or 4"),
         ("block_size_without_context_group", "ValueError: --bp-size 4: ", "use --bp-size 1"),
-        ("smaller_world", "ValueError: the topology is of 2 ranks, but 4 are running", "give world_size=4"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_all_ranks(
@@ -222,15 +206,6 @@ def test_what_does_not_fit_is_refused_on_all_ranks(
     for fact in facts:
         assert fact[name].startswith(start)
         assert fact[name].endswith(end)
-
-
-def test_a_context_group_of_other_ranks_is_refused_with_both_lists(facts: list[dict[str, Any]]) -> None:
-    made, expected = [[0, 2], [1, 3]], [[0, 1], [2, 3]]
-    for rank, fact in enumerate(facts):
-        message = f"ValueError: rank {rank}: the context group holds the ranks {made[rank % 2]}, but "
-        assert fact["other_order"].startswith(message)
-        assert f"give {expected[rank // 2]};" in fact["other_order"]
-        assert f"give {made[rank % 2]};" in fact["other_tensor_size"]
 
 
 def test_the_getters_refuse_before_initialization() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 
-from megatron_csbp.rank_lists import (
+from tests.support.rank_lists import (
     DEFAULT_RANK_ORDER,
     PIPELINE_BEFORE_DATA_RANK_ORDER,
     RankTopology,

@@ -20,9 +20,11 @@ import torch
 from megatron_csbp.tools.gpu_check.accuracy import ALLOWED_RATIO, check_accuracy
 from megatron_csbp.tools.gpu_check.report import Report, environment
 from megatron_csbp.tools.gpu_check.settings import Settings, full_form, reduced_form
+from megatron_csbp.tools.gpu_check.tile_table import time_each_tile
 from megatron_csbp.tools.gpu_check.timing import time_backend, time_dense_flex
 from megatron_csbp.tools.gpu_check.training_step import training_step
 from megatron_csbp.transformer.kernels import AttentionKernel, HeadShape, checked_kernel
+from megatron_csbp.transformer.kernels.local_interface import LocalKernel
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,7 +108,10 @@ def _check_backend(report: Report, settings: Settings, name: str) -> None:
     for length in settings.timing_lengths:
         _progress(f"{name}: times at {length} tokens")
         with _noting(report, f"{name}, L = {length}"):
-            report.timings.extend(time_backend(_kernel(settings, name, settings.timing_heads), settings, length))
+            kernel = _kernel(settings, name, settings.timing_heads)
+            report.timings.extend(time_backend(kernel, settings, length))
+            if not isinstance(kernel, LocalKernel):
+                report.tiles.extend(time_each_tile(kernel, settings, length))
 
 
 def _kernel(settings: Settings, name: str, heads: HeadShape) -> AttentionKernel:
@@ -136,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a reduced form.")
     parser.add_argument("--json", metavar="FILE", default="gpu_check.json", help="Where to write the results.")
     parser.add_argument("--lengths", type=int, nargs="+", help="Sequence lengths of the timings.")
-    parser.add_argument("--backends", nargs="+", choices=("transformer_engine", "torch", "flex"))
+    parser.add_argument("--backends", nargs="+", choices=("transformer_engine", "torch", "flex", "hybrid"))
     parser.add_argument("--skip-training", action="store_true", help="Leave out the training step.")
     return parser
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_csbp.tools.gpu_check.accuracy import ALLOWED_RATIO, Accuracy
+from megatron_csbp.tools.gpu_check.tile_table import TileTiming
 from megatron_csbp.tools.gpu_check.timing import Timing
 from megatron_csbp.tools.gpu_check.training_step import TrainingStep
 
@@ -32,6 +33,7 @@ class Report:
         skipped: backends that are not installed, with the reason.
         accuracy: comparisons with fp64.
         timings: times and memory.
+        tiles: times of single tiles, beside the model.
         training: the training step, if it ran.
         errors: one line for each failure.
         seconds: how long the check took.
@@ -41,6 +43,7 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     accuracy: list[Accuracy] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)
+    tiles: list[TileTiming] = field(default_factory=list)
     training: TrainingStep | None = None
     errors: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -72,6 +75,10 @@ class Report:
             lines += ["", "Times of attention, one layer, without a network"]
             head = ("L", "P", "backend", "what", "forward ms", "backward ms", "TFLOP/s", "peak GiB")
             lines += _table(head, [_timing_row(timing) for timing in self.timings])
+        if self.tiles:
+            lines += ["", "Each tile of the last rank on its own, in us, beside the model of an H200 (docs/gpu.md)"]
+            head = ("L", "backend", "tile", "G x T x U", "launches", "forward", "model", "backward", "model")
+            lines += _table(head, [_tile_row(tile) for tile in self.tiles])
         if self.training is not None:
             lines += ["", f"Training step through Megatron: loss {self.training.loss}"]
         lines += ["", *(f"ERROR: {error}" for error in self.errors)]
@@ -103,6 +110,20 @@ def _timing_row(timing: Timing) -> list[object]:
         f"{timing.backward_ms:.2f}",
         f"{timing.tflops:.1f}",
         "-" if timing.peak_gib is None else f"{timing.peak_gib:.2f}",
+    ]
+
+
+def _tile_row(tile: TileTiming) -> list[object]:
+    return [
+        tile.length,
+        tile.backend,
+        tile.tile,
+        tile.shape,
+        tile.launches,
+        f"{tile.forward_us:.0f}",
+        f"{tile.modelled_forward_us:.0f}",
+        f"{tile.backward_us:.0f}",
+        f"{tile.modelled_backward_us:.0f}",
     ]
 
 

@@ -48,7 +48,7 @@ def full_form(device: torch.device, lengths: tuple[int, ...] | None) -> Settings
     """
     return Settings(
         device=device,
-        backends=("transformer_engine", "torch", "flex"),
+        backends=("transformer_engine", "torch", "flex", "hybrid"),
         block_size=32,
         accuracy_length=2048,
         accuracy_heads=HeadShape(8, 2, 128),

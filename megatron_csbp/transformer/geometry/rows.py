@@ -72,6 +72,11 @@ class RankRows:
         return self.sample.length // self.sharding.num_chunks
 
     @property
+    def static_chunk_length(self) -> int | None:
+        """C where the geometry is that of pretraining, the same for every sample; else None."""
+        return self.chunk_length if self.sample.is_static and self.block_owners is None else None
+
+    @property
     def chunks(self) -> tuple[int, ...]:
         """The chunks that this rank owns."""
         return self.sharding.chunks_of(self.rank)

@@ -10,6 +10,10 @@ import numpy as np
 
 from megatron_csbp.transformer.geometry.sample import IntArray
 
+MOST_FOLDED_ROWS = 128
+"""Unmasked problems with no more rows than this have the query heads of one key head folded into rows: a kernel's
+blocks of rows are this large, and would otherwise be mostly empty."""
+
 type Repeats = tuple[tuple[int, int], ...]
 """(count, stride) pairs, outermost first."""
 
@@ -114,6 +118,11 @@ class Tile:
     def kind(self) -> str:
         """Name for profilers."""
         return f"{self.key_source} {self.mask}"
+
+    @property
+    def folds_heads(self) -> bool:
+        """Whether kernels get the query heads of one key head as rows: exact, since every row meets every key."""
+        return self.mask is MaskKind.FULL and self.query.num_rows <= MOST_FOLDED_ROWS
 
     @property
     def num_pairs(self) -> int:

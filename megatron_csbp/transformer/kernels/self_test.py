@@ -39,7 +39,7 @@ _CASES = (
     (False, 2, 128, 128),
 )
 _NAMES = ("output", "log-sum-exp", "gradient of the query", "gradient of the key", "gradient of the value")
-_ALTERNATIVE = {"transformer_engine": "torch", "flex": "torch", "torch": "transformer_engine"}
+_ALTERNATIVE = {"transformer_engine": "torch", "flex": "torch", "hybrid": "torch", "torch": "transformer_engine"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,12 @@ class HeadShape:
 
 @cache
 def checked_kernel(
-    name: str, device: torch.device, dtype: torch.dtype, heads: HeadShape, megatron_attention_backend: str = "auto"
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: HeadShape,
+    megatron_attention_backend: str = "auto",
+    static_chunk_rows: int | None = None,
 ) -> AttentionKernel:
     """Return the kernel that `select_kernel` chooses, after its self-test; each combination is tested once.
 
@@ -69,11 +74,12 @@ def checked_kernel(
         dtype: their dtype.
         heads: heads on this rank.
         megatron_attention_backend: value of Megatron's `--attention-backend`.
+        static_chunk_rows: C, if all samples have one geometry.
 
     Raises:
         ValueError: see `select_kernel` and `check_kernel`.
     """
-    kernel = select_kernel(name, device, megatron_attention_backend)
+    kernel = select_kernel(name, device, megatron_attention_backend, static_chunk_rows)
     check_kernel(kernel, device, dtype, heads)
     return kernel
 

@@ -56,6 +56,28 @@ REFUSED = {
         "both name the same ranks",
         "--context-parallel-size 2 --block-parallel-size 2",
     ),
+    "context parallelism that forgets block parallelism": (
+        "--context-parallel-size 4",
+        "--context-parallel-size 4 with --diffusion-block-size and without --bp-size is ambiguous",
+        "--bp-size 4 for CSBP",
+        "--context-scheme cp to run the CP baseline on purpose",
+    ),
+    "the baseline beside block parallelism": (
+        "--context-parallel-size 2 --bp-size 2 --context-scheme cp",
+        "--context-scheme cp is the baseline on --context-parallel-size ranks alone",
+        "Leave it out for CSBP",
+    ),
+    "the baseline on one rank": ("--context-scheme cp", "--context-scheme cp", "above 1 without --bp-size"),
+    "no corrupted views": (
+        "--corrupted-views 0",
+        "--corrupted-views 0 must be at least 1 copy of a sample; 1 is the default.",
+    ),
+    "a window that looks ahead": (
+        "--window-size 128,64",
+        "--window-size 128,64 must be LEFT,0",
+        "--window-size 1023,0",
+    ),
+    "a window without an end": ("--window-size -1,0", "--window-size -1,0 must be LEFT,0", "leave it out for full"),
     "a length that blocks do not divide": (
         "--seq-length 60",
         "--seq-length 60 must be a multiple of the diffusion block size 8",
@@ -67,7 +89,7 @@ REFUSED = {
         "64 or 96",
     ),
     "a length that the chunks of cp do not divide": (
-        "--seq-length 72 --context-parallel-size 2",
+        "--seq-length 72 --context-parallel-size 2 --context-scheme cp",
         "--seq-length 72",
         "64 or 96",
     ),
@@ -264,7 +286,11 @@ ACCEPTED = {
     "three blocks in a chunk": "--diffusion-block-size 4 --seq-length 48 --bp-size 2 --context-parallel-size 2",
     "csbp": "--bp-size 4 --context-parallel-size 4",
     "pure bp": "--block-parallel-size 4",
-    "cp": "--context-parallel-size 4",
+    "cp, asked for by name": "--context-parallel-size 4 --context-scheme cp",
+    "two views": "--corrupted-views 2 --bp-size 2 --context-parallel-size 2",
+    "a window": "--window-size 15,0",
+    "a window of a row's own position": "--window-size 0,0",
+    "windows of blocks in some layers": "--window-size 1023,0 --window-attn-skip-freq 6 --window-anchor block",
     "sequence parallelism": "--tensor-model-parallel-size 2 --sequence-parallel --bp-size 2 --context-parallel-size 2",
     "mask id 0": "--mask-token-id 0",
     "nemotron": "--diffusion-objective nemotron",
@@ -301,7 +327,8 @@ def test_accepts(case: str) -> None:
 @pytest.mark.parametrize("length", [1, 63, 100, 8191])
 @pytest.mark.parametrize("block_size", [1, 3, 48])
 @pytest.mark.parametrize(
-    "scheme", ["", "--context-parallel-size 3", "--bp-size 4", "--bp-size 5 --context-parallel-size 5"]
+    "scheme",
+    ["", "--context-parallel-size 3 --context-scheme cp", "--bp-size 4", "--bp-size 5 --context-parallel-size 5"],
 )
 def test_lengths_that_an_error_suggests_work(length: int, block_size: int, scheme: str) -> None:
     flags = f"{VALID} --diffusion-block-size {block_size} {scheme}"
@@ -360,6 +387,8 @@ ASKED_FOR = {
     "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
     "logits_load_dir": "--logits-load-dir logits",
     "attention_backend": "--attention-backend local",
+    "ddp_average_in_collective": "--ddp-average-in-collective",
+    "init_model_with_meta_device": "--init-model-with-meta-device",
 }
 NO_FLAG_IN_MEGATRON_0_19 = {
     "fp8_dot_product_attention": True,

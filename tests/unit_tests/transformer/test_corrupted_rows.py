@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_csbp.transformer.layout import Scheme
 from torch import Tensor
 
 from megatron_csbp.transformer.corrupted_rows import among_all_rows, corrupted_rows
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Attend, Case, gradients_on_group

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_csbp.transformer.layout import Scheme
 from torch import Tensor
 
 from megatron_csbp.transformer import streams
 from megatron_csbp.transformer.attention import AttentionContext
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.streams import CudaSideStream, HostSideStream, Start, Waitable, side_stream
 from tests.support.attention_cases import Attend, Case, gradients_on_group, plain, recomputed, two_layers
 from tests.support.fake_cuda import (

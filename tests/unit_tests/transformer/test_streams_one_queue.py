@@ -6,12 +6,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from megatron_csbp.transformer.layout import Scheme
 from torch import Tensor
 
 from megatron_csbp.transformer import streams
 from megatron_csbp.transformer.attention import AttentionContext
 from megatron_csbp.transformer.attention_exchange import GatherAhead, PendingGather
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.streams import CudaSideStream, Start, Waitable, _Arrival
 from tests.support.attention_cases import Attend, Case, gradients_on_group, plain, recomputed, two_layers
 from tests.support.fake_cuda import StreamedCollectives, TickingKernel, use_fake_cuda

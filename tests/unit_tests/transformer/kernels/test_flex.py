@@ -30,7 +30,6 @@ from megatron_csbp.transformer.kernels.torch_cuda import TorchCudaKernel
 from megatron_csbp.transformer.softmax_merge import merge_partial
 from megatron_csbp.transformer.tile_executor import KeyValue, Merged, QuerySide, TileExecutor
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
-from tests.support.dense_oracle import dense_attention
 from tests.support.simulated_group import SimulatedCollectives
 
 CPU = torch.device("cpu")
@@ -205,5 +204,5 @@ def test_a_whole_group_is_exact(scheme: Scheme, uncompiled: None, simulated_coll
     case = Case(scheme=scheme, group_size=2, micro_batch_size=2)
     given = case.problem()
     got = attend_on_group(case, given, kernel=FlexOnCpu())
-    errors = got.max_errors(dense_attention(given, case.block_size, case.clean_attention))
+    errors = got.max_errors(case.dense(given))
     assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}

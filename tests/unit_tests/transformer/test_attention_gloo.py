@@ -23,7 +23,7 @@ from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, add_results, attend_on_rank
 from tests.support.delayed_exchange import DelayedExchange
-from tests.support.dense_oracle import Result, dense_attention
+from tests.support.dense_oracle import Result
 
 WORLD_SIZE = 4
 EXCHANGING = [Scheme.CONTEXT_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL]
@@ -86,7 +86,7 @@ def facts_of(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
     result = add_results([Result(*tensors) for tensors in zip(*shares, strict=True)])
     errors = None
     if rank == 0:
-        errors = result.max_errors(dense_attention(problem, case.block_size, case.clean_attention))
+        errors = result.max_errors(case.dense(problem))
     return {
         "errors": errors,
         "group_rank": rank,
