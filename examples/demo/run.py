@@ -174,6 +174,7 @@ def diffuse(name: str, num_ranks: int, size: Size, data: list[str], output: Path
         if name == "CP":
             arguments += ["--context-scheme", "cp"]
         arguments += ["--exit-interval", str(iterations), "--eval-iters", "0", "--eval-interval", "1000"]
+        arguments += ["--context-scheme", "cp"] if name == "CP" else []
         title = f"The first iterations of the conversion again, {name}"
     return train(title, arguments, iterations, num_ranks, threads(), output / f"{slug(name)}.log")
 
