@@ -33,7 +33,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 install: $(INSTALLED) ## Make .venv and install the package with its test and plot extras
 
 .PHONY: demo
-demo: $(INSTALLED) ## Train a small model with CSBP on two ranks of this machine and check it against one rank
+demo: $(INSTALLED) ## Train a small model, convert it to block diffusion with CSBP on two ranks, check it, and let it write
 	$(BIN)/python examples/demo/run.py
 
 .PHONY: bench
@@ -51,6 +51,12 @@ unit: $(INSTALLED) ## Run the unit tests
 .PHONY: functional
 functional: $(INSTALLED) ## Run the functional tests: whole runs of the real entries
 	$(BIN)/python -m pytest tests/functional
+
+MUTANTS ?= 100
+MUTATED ?= megatron_csbp/transformer megatron_csbp/loss
+.PHONY: mutate
+mutate: $(INSTALLED) ## Change the code in MUTANTS places, one at a time, and see which the unit tests notice (hours)
+	$(BIN)/python -m tests.support.mutate --sample $(MUTANTS) $(MUTATED)
 
 .PHONY: lint
 lint: $(INSTALLED) ## Check style, formatting, types and the direction of imports

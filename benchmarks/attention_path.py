@@ -13,15 +13,14 @@ from math import isqrt
 from typing import Any
 
 import torch
-from megatron_csbp.transformer.attention_plan import AttentionPlan
-from megatron_csbp.transformer.layout import SequenceLayout, Stream
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.ranks import RankWorld
 from benchmarks.stack import CSBP_AT_ONCE, Shape, make_context, make_plan
 from megatron_csbp.transformer.attention import block_diffusion_attention
-from megatron_csbp.transformer.communication import PendingWork, chunk_views
+from megatron_csbp.transformer.communication import PendingWork, Transfers
+from megatron_csbp.transformer.geometry.plan import AttentionPlan
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 
@@ -35,25 +34,37 @@ class OnePeerExchange:
 
     size: int
 
-    def start_gather(
-        self, tensors_SBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream
-    ) -> PendingWork[list[Tensor]]:
-        """See `KeyValueExchange.start_gather`."""
+    def start_gathers(
+        self, tensors_SBKD: Sequence[Tensor], transfers: Transfers
+    ) -> Sequence[PendingWork[list[Tensor]]]:
+        """See `KeyValueExchange.start_gathers`."""
+        ((_, transfer),) = transfers  # the clean copy's
         buffers_RBKD = []
         for tensor_SBKD in tensors_SBKD:
-            early_CBKD, late_CBKD = chunk_views(tensor_SBKD, layout, stream)
-            buffer_RBKD = tensor_SBKD.new_empty(layout.sequence_length, *tensor_SBKD.shape[1:])
-            for half, chunk_CBKD in zip(buffer_RBKD.chunk(2), (late_CBKD, early_CBKD), strict=True):
-                half.unflatten(0, (self.size, -1)).copy_(chunk_CBKD)
+            buffer_RBKD = tensor_SBKD.new_empty(transfer.num_rows, *tensor_SBKD.shape[1:])
+            for half, (row, length) in zip(buffer_RBKD.chunk(2), transfer.parts, strict=True):
+                half.unflatten(0, (self.size, -1)).copy_(tensor_SBKD.narrow(0, row, length))
             buffers_RBKD.append(buffer_RBKD)
-        return PendingWork([], lambda: buffers_RBKD)
+        return [PendingWork([], lambda: buffers_RBKD)]
 
-    def start_reduce_scatter(
-        self, buffers_RBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream, payload_dtype: torch.dtype
-    ) -> PendingWork[list[Tensor]]:
-        """See `KeyValueExchange.start_reduce_scatter`."""
-        halves = [buffer.to(payload_dtype).unflatten(0, (2, self.size, -1)) for buffer in buffers_RBKD]
-        return PendingWork([], lambda: [half.sum(1, dtype=half.dtype).flip(0) for half in halves])
+    def start_reduces(
+        self,
+        buffers_RBKD: Sequence[Sequence[Tensor]],
+        totals_SBKD: Sequence[Tensor],
+        transfers: Transfers,
+        payload_dtype: torch.dtype,
+    ) -> Sequence[PendingWork[None]]:
+        """See `KeyValueExchange.start_reduces`."""
+        ((_, transfer),), (buffers,) = transfers, buffers_RBKD
+        payloads = [buffer.to(payload_dtype) for buffer in buffers]
+
+        def finish() -> None:
+            for total, payload in zip(totals_SBKD, payloads, strict=True):
+                halves = payload.unflatten(0, (2, self.size, -1))
+                for half, (row, length) in zip(halves, transfer.parts, strict=True):
+                    total.narrow(0, row, length).add_(half.sum(0, dtype=total.dtype))
+
+        return [PendingWork([], finish)]
 
 
 @dataclass
@@ -152,10 +163,10 @@ def measure_attention_path(world: RankWorld, sequence_length: int, repeats: int)
 
 def _attention_run(plan: AttentionPlan, shape: Shape, kernel: AttentionKernel | None = None) -> Callable[[], None]:
     """Return a call that runs one layer's attention forward and backward."""
-    context = make_context(plan, shape, OnePeerExchange(plan.layout.group_size), CSBP_AT_ONCE)
+    context = make_context(plan, shape, OnePeerExchange(plan.rows.sharding.group_size), CSBP_AT_ONCE)
     if kernel is not None:
         context = replace(context, kernel=kernel)
-    rows = plan.layout.num_rows
+    rows = plan.rows.num_rows
     query, key, value = (
         torch.randn(rows, 1, heads, shape.head_dim, requires_grad=True)
         for heads in (shape.num_heads, shape.num_key_value_heads, shape.num_key_value_heads)

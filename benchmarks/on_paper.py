@@ -15,15 +15,19 @@ from torch import Tensor
 
 from benchmarks.links import ACROSS_NODES, H200_ATTENTION_FLOPS, NVLINK
 from benchmarks.stack import BP, CP, CP_AT_ONCE, CSBP, CSBP_AT_ONCE, CSBP_CONTIGUOUS, Variant
-from megatron_csbp.tools.plan_report import MODELS, PlanRow, plan_rows
 from megatron_csbp.tools.attention_step import attention_step, fake_group
 from megatron_csbp.tools.flops import attention_work
 from megatron_csbp.tools.memory_meter import AllocationMeter, SavedActivations
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention, allowed_pairs
+from megatron_csbp.tools.plan_report import MODELS, PlanRow, plan_rows
+from megatron_csbp.transformer.geometry.layer_plans import layer_plans
+from megatron_csbp.transformer.geometry.plan import AttentionPlan
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Sharding
+from megatron_csbp.transformer.geometry.transfers import row_bytes
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, allowed_pairs
 from megatron_csbp.transformer.head_groups import default_head_groups
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
-from megatron_csbp.transformer.layout import SequenceLayout, Stream
 
 MODEL = "nemotron-14b"
 BLOCK_SIZE = 32
@@ -34,16 +38,14 @@ SQUARE_LENGTH = 32_768
 """From here on a tensor with L x L elements can only be one of scores or of a mask, and there may be none."""
 
 
-def layout_of(variant: Variant, sequence_length: int, group_size: int, rank: int) -> SequenceLayout:
-    """Return one rank's layout."""
-    return SequenceLayout(
-        sequence_length=sequence_length,
-        block_size=BLOCK_SIZE,
-        group_size=group_size,
-        rank=rank,
-        scheme=variant.scheme,
-        assignment=variant.assignment,
-    )
+def sharding_of(variant: Variant, group_size: int) -> Sharding:
+    """Return how a variant spreads a sequence."""
+    return Sharding(group_size, variant.scheme, variant.assignment)
+
+
+def plan_of(variant: Variant, length: int, group_size: int, rank: int, clean: CleanAttention) -> AttentionPlan:
+    """Return one rank's plan."""
+    return layer_plans(Sample(length, BLOCK_SIZE), sharding_of(variant, group_size), rank).plan(Mask(clean))
 
 
 def measure_memory(lengths: Sequence[int]) -> list[dict[str, Any]]:
@@ -57,10 +59,10 @@ def measure_memory(lengths: Sequence[int]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for length in lengths:
         for variant in (CP, BP, CSBP, CP_AT_ONCE, CSBP_AT_ONCE):
-            layout = layout_of(variant, length, MEMORY_GROUP_SIZE, MEMORY_GROUP_SIZE - 1)
-            plan = AttentionPlan(layout, CleanAttention.BLOCK_CAUSAL)
+            rank = MEMORY_GROUP_SIZE - 1
+            plan = plan_of(variant, length, MEMORY_GROUP_SIZE, rank, CleanAttention.BLOCK_CAUSAL)
             head_groups = 1 if variant in (CP_AT_ONCE, CSBP_AT_ONCE) else chosen_head_groups(plan)
-            with fake_group(MEMORY_GROUP_SIZE, layout.rank) as group:
+            with fake_group(MEMORY_GROUP_SIZE, rank) as group:
                 step = attention_step(plan, MODELS[MODEL], group, num_head_groups=head_groups)
                 with SavedActivations() as saved, AllocationMeter() as meter:
                     step()
@@ -85,7 +87,7 @@ def measure_memory(lengths: Sequence[int]) -> list[dict[str, Any]]:
 def chosen_head_groups(plan: AttentionPlan) -> int:
     """Return how many head groups training would choose for the model, without recomputation."""
     shape = MODELS[MODEL]
-    clean_bytes = plan.gathered_bytes(Stream.CLEAN, shape.num_key_value_heads, shape.head_dim, BF16_BYTES)
+    clean_bytes = plan.clean.buffer_bytes(row_bytes(shape.num_key_value_heads, shape.head_dim, BF16_BYTES))
     return default_head_groups(shape.num_key_value_heads, clean_bytes, recomputes=False)
 
 
@@ -96,16 +98,19 @@ class PairCounter:
     Attributes:
         inner: the kernel.
         pairs: query-key pairs of the forward calls, for one head.
+        num_query_heads: N.
     """
 
+    num_query_heads: int
     inner: AttentionKernel = field(default_factory=TorchCpuKernel)
     pairs: int = 0
     name: str = "counting"
 
     def forward(self, *tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel.forward`."""
-        (problems, rows), keys = tensors[0].shape[:2], tensors[1].shape[1]
-        self.pairs += problems * (rows * (rows + 1) // 2 if causal else rows * keys)
+        (problems, rows, heads), keys = tensors[0].shape[:3], tensors[1].shape[1]
+        pairs = problems * (rows * (rows + 1) // 2 if causal else rows * keys)
+        self.pairs += pairs * heads // self.num_query_heads  # small tiles have query heads as further rows
         return self.inner.forward(*tensors, causal=causal, scale=scale)
 
     def backward(self, *tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,10 +123,12 @@ def measure_useful_work(blocks_per_chunk: Sequence[int]) -> list[dict[str, Any]]
     rows = []
     for blocks in blocks_per_chunk:
         length = 2 * WORK_GROUP_SIZE * blocks * BLOCK_SIZE
+        sample = Sample(length, BLOCK_SIZE)
         for clean_attention in CleanAttention:
+            mask = Mask(clean_attention)
             for variant in (CP, BP, CSBP, CSBP_CONTIGUOUS):
                 pairs = [_executed_pairs(variant, length, rank, clean_attention) for rank in range(WORK_GROUP_SIZE)]
-                planned = attention_work(layout_of(variant, length, WORK_GROUP_SIZE, 0), clean_attention).pairs
+                planned = attention_work(sample, sharding_of(variant, WORK_GROUP_SIZE), mask).pairs
                 if tuple(pairs) != planned:
                     raise RuntimeError(f"{variant.name}: the kernels got {pairs} pairs and the plan says {planned}")
                 rows.append(
@@ -129,7 +136,7 @@ def measure_useful_work(blocks_per_chunk: Sequence[int]) -> list[dict[str, Any]]
                         "blocks_per_chunk": blocks,
                         "clean_attention": str(clean_attention),
                         "variant": variant.name,
-                        "executed_to_allowed": sum(pairs) / allowed_pairs(length, BLOCK_SIZE, clean_attention),
+                        "executed_to_allowed": sum(pairs) / allowed_pairs(sample, mask),
                         "max_to_min": max(pairs) / min(pairs),
                     }
                 )
@@ -137,8 +144,8 @@ def measure_useful_work(blocks_per_chunk: Sequence[int]) -> list[dict[str, Any]]
 
 
 def _executed_pairs(variant: Variant, length: int, rank: int, clean_attention: CleanAttention) -> int:
-    plan = AttentionPlan(layout_of(variant, length, WORK_GROUP_SIZE, rank), clean_attention)
-    counter = PairCounter()
+    plan = plan_of(variant, length, WORK_GROUP_SIZE, rank, clean_attention)
+    counter = PairCounter(MODELS[MODEL].num_query_heads)
     with fake_group(WORK_GROUP_SIZE, rank) as group:
         attention_step(plan, MODELS[MODEL], group, kernel=counter)()
     return counter.pairs

@@ -12,12 +12,15 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 from torch import Tensor, nn
 
 from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.communication import KeyValueExchange
+from megatron_csbp.transformer.geometry.layer_plans import layer_plans
+from megatron_csbp.transformer.geometry.plan import AttentionPlan
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme, Sharding
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
 from megatron_csbp.transformer.kernels import select_kernel
 
 SEED = 20
@@ -71,15 +74,8 @@ CSBP_AT_ONCE = replace(CSBP, name="CSBP, heads at once", num_head_groups=1)
 
 def make_plan(variant: Variant, shape: Shape, sequence_length: int, group_size: int, rank: int) -> AttentionPlan:
     """Return a rank's plan for one variant."""
-    layout = SequenceLayout(
-        sequence_length=sequence_length,
-        block_size=shape.block_size,
-        group_size=group_size,
-        rank=rank,
-        scheme=variant.scheme,
-        assignment=variant.assignment,
-    )
-    return AttentionPlan(layout, shape.clean_attention)
+    sharding = Sharding(group_size, variant.scheme, variant.assignment)
+    return layer_plans(Sample(sequence_length, shape.block_size), sharding, rank).plan(Mask(shape.clean_attention))
 
 
 def make_context(plan: AttentionPlan, shape: Shape, exchange: KeyValueExchange, variant: Variant) -> AttentionContext:
@@ -95,8 +91,8 @@ def make_context(plan: AttentionPlan, shape: Shape, exchange: KeyValueExchange, 
         plan,
         select_kernel("auto", torch.device("cpu")),
         shape.head_dim**-0.5,
-        exchange if plan.exchanged_streams else None,
-        num_head_groups=variant.num_head_groups if plan.exchanged_streams else 1,
+        exchange if plan.exchanges else None,
+        num_head_groups=variant.num_head_groups if plan.exchanges else 1,
     )
 
 
@@ -151,15 +147,15 @@ class Stack:
 
     def step(self, context: AttentionContext) -> Tensor:
         """Run one forward and backward pass over this rank's rows, and return its share of the loss."""
-        layout = context.plan.layout
-        positions_S = torch.from_numpy(layout.positions)
-        is_corrupted_S = torch.from_numpy(layout.is_corrupted)
+        rows = context.plan.rows
+        positions_S = torch.from_numpy(rows.positions)
+        is_corrupted_S = torch.from_numpy(rows.is_corrupted)
         clean_LH, corrupted_LH = self._copies_LH
         rows_SH = torch.where(is_corrupted_S[:, None], corrupted_LH[positions_S], clean_LH[positions_S])
         hidden_SBH, rotary = rows_SH[:, None], rotary_tables(positions_S, self.shape.head_dim)
         for layer in self.layers:
             hidden_SBH = layer(hidden_SBH, rotary, context)
-        loss = ((hidden_SBH[:, 0] @ self._direction_H) * torch.from_numpy(layout.is_counted)).sum()
+        loss = ((hidden_SBH[:, 0] @ self._direction_H) * torch.from_numpy(rows.is_counted)).sum()
         self.layers.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         return loss.detach()

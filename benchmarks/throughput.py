@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_csbp.transformer.attention_plan import AttentionPlan
 
 from benchmarks.ranks import RankWorld
 from benchmarks.stack import Checksums, Shape, Stack, Variant, make_context, make_plan
 from megatron_csbp.transformer.attention import AttentionContext
 from megatron_csbp.transformer.communication import ContextGroupExchange
+from megatron_csbp.transformer.geometry.plan import AttentionPlan
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from megatron_csbp.transformer.wait_clock import HostClock, WaitClock
 
@@ -107,21 +107,21 @@ def _timed_step(
 
 def _network_alone(world: RankWorld, shape: Shape, plan: AttentionPlan, exchange: ContextGroupExchange) -> float:
     """Return the seconds that the exchanges of one step take when nothing is computed beside them."""
-    if not plan.exchanged_streams:
+    if not plan.exchanges:
         return 0.0
-    layout = plan.layout
-    local = [torch.zeros(layout.num_rows, 1, shape.num_key_value_heads, shape.head_dim) for _ in range(2)]
-    buffers = [torch.zeros(layout.sequence_length, 1, *tensor.shape[2:]) for tensor in local]
+    local = [torch.zeros(plan.rows.num_rows, 1, shape.num_key_value_heads, shape.head_dim) for _ in range(2)]
+    totals = [torch.zeros_like(tensor) for tensor in local]
+    buffers = [
+        [torch.zeros(transfer.num_rows, 1, *tensor.shape[2:]) for tensor in local] for _, transfer in plan.transfers
+    ]
     dist.barrier(group=world.group)
     started = time.perf_counter()
     for _ in range(shape.num_layers):
         for _ in ("forward", "backward"):
-            for pending in [exchange.start_gather(local, layout, stream) for stream in plan.exchanged_streams]:
-                pending.wait()
-        for pending in [
-            exchange.start_reduce_scatter(buffers, layout, stream, torch.float32) for stream in plan.exchanged_streams
-        ]:
-            pending.wait()
+            for gather in exchange.start_gathers(local, plan.transfers):
+                gather.wait()
+        for reduce in exchange.start_reduces(buffers, totals, plan.transfers, torch.float32):
+            reduce.wait()
     return time.perf_counter() - started
 
 

@@ -16,6 +16,7 @@ from benchmarks.ranks import RankWorld, run_on_ranks
 from benchmarks.stack import BP, CP, CSBP, Shape, Variant, make_context, make_plan
 from megatron_csbp.transformer.attention import block_diffusion_attention
 from megatron_csbp.transformer.communication import ContextGroupExchange
+from megatron_csbp.transformer.geometry.transfers import row_bytes
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
 
 TOLERANCE = 0.01
@@ -93,7 +94,7 @@ def _count_attention(world: RankWorld, variant: Variant, sequence_length: int) -
     context = make_context(plan, shape, exchange, variant)
     heads = (shape.num_heads, shape.num_key_value_heads, shape.num_key_value_heads)
     torch.manual_seed(world.rank)
-    query, key, value = (torch.randn(plan.layout.num_rows, 1, n, shape.head_dim, requires_grad=True) for n in heads)
+    query, key, value = (torch.randn(plan.rows.num_rows, 1, n, shape.head_dim, requires_grad=True) for n in heads)
     out_SBND = block_diffusion_attention(query, key, value, context)
     ledger.take()
 
@@ -105,10 +106,8 @@ def _count_attention(world: RankWorld, variant: Variant, sequence_length: int) -
         out_SBND.backward(torch.ones_like(out_SBND), retain_graph=True)
         return total(ledger.take().values()).remote_bytes
 
-    unit_bytes = sum(
-        plan.remote_bytes(stream, shape.num_key_value_heads, shape.head_dim, shape.itemsize)
-        for stream in plan.exchanged_streams
-    )
+    per_row = row_bytes(shape.num_key_value_heads, shape.head_dim, shape.itemsize)
+    unit_bytes = sum(transfer.gather_bytes(per_row) for _, transfer in plan.transfers)
     return [
         {"what": f"{variant.name} forward", "formula_bytes": unit_bytes, **_counted(world, forward)},
         {"what": f"{variant.name} backward", "formula_bytes": 2 * unit_bytes, **_counted(world, backward)},

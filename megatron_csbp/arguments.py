@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from megatron_csbp import megatron_compat
+from megatron_csbp.check_mode import add_check_mode_argument
 from megatron_csbp.configuration.argument_rules import check_before_megatron
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.objective_flags import fill_objective_defaults
 from megatron_csbp.configuration.performance_arguments import add_performance_arguments
 from megatron_csbp.objectives import OBJECTIVES
 from megatron_csbp.objectives.noise_schedules import NOISE_SCHEDULES
-from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, layer_plans
+from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, PlanKey, layer_plans
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme, Sharding, resolve_scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, WindowAnchor
@@ -97,8 +98,10 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "sequences hybrid, which is flex for local keys and one of these for gathered ones. The start summary says "
         "which, and why. The choice is tested before the first step.",
     )
+    _add_packing_arguments(group)
     add_performance_arguments(group)
     add_device_argument(group)
+    add_check_mode_argument(group)
     _add_measuring_arguments(group)
     return parser
 
@@ -139,6 +142,35 @@ def _add_objective_arguments(group: _Group) -> None:
         help="Chance that a token is corrupted, and its loss weight, as functions of the noise level t.",
     )
     group.add_argument("--noise-eps", type=float, default=1e-3, help="Smallest noise level: t lies in [eps, 1].")
+
+
+def _add_packing_arguments(group: _Group) -> None:
+    """Add what a sample is made of where it is not a stretch of one long text."""
+    group.add_argument(
+        "--pack-documents",
+        action="store_true",
+        help="Make samples of whole documents (or conversations) of --data-path, each at a block boundary: none sees "
+        "another, and positions restart. For fine-tuning. A micro-batch is one sample.",
+    )
+    group.add_argument(
+        "--loss-on",
+        choices=["answers", "all"],
+        default="answers",
+        help="With --pack-documents: train on the tokens that preparation has marked as answers (all tokens, where it "
+        "marked none), or on all.",
+    )
+    group.add_argument(
+        "--long-documents",
+        choices=["refuse", "cut"],
+        default="refuse",
+        help="With --pack-documents: what to do with documents that are longer than --seq-length.",
+    )
+    group.add_argument(
+        "--csbp-all-blocks",
+        action="store_true",
+        help="With --pack-documents: give every block corrupted rows, also those in which no row carries loss. For "
+        "ablation: it changes no loss and no gradient.",
+    )
 
 
 def _add_measuring_arguments(group: _Group) -> None:
@@ -270,6 +302,18 @@ def masks(args: Namespace) -> tuple[Mask, ...]:
 def layer_mask(args: Namespace, window: int | None) -> Mask:
     """Return the mask of layers with a window, or of those without."""
     return Mask(CleanAttention(args.clean_attention), window, WindowAnchor(args.window_anchor))
+
+
+def plan_keys(args: Namespace) -> tuple[PlanKey, ...]:
+    """Return what the model's layers ask a sample's plans for, in training and in evaluation.
+
+    Args:
+        args: arguments with `csbp_whole_last_layer` set.
+    """
+    keys = dict.fromkeys((mask, True) for mask in masks(args))
+    if args.csbp_whole_last_layer is None:
+        keys[layer_mask(args, megatron_compat.layer_window(args, args.num_layers)), False] = None
+    return tuple(keys)
 
 
 class _Changes:

@@ -8,6 +8,7 @@ objective are those of the checkpoint; every flag of training may be given, `--v
 
 import contextlib
 import json
+import logging
 import math
 import os
 import sys
@@ -21,14 +22,14 @@ _DEFAULTS = (
     "--skip-train --finetune --no-load-optim --no-load-rng --exit-on-missing-checkpoint --micro-batch-size 1 "
     "--train-iters 1 --eval-interval 1 --eval-iters 1 --full-validation --multiple-validation-sets --num-workers 0"
 )
-_NAMES = {"nelbo": "nelbo", "ar loss": "ar_loss", "lm loss": "ar_loss"}
-"""What training reports, and what it is called here. `lm loss` counts in a plain autoregressive run only."""
+_NAMES = {"nelbo": "nelbo", "ar loss": "ar_loss"}
+"""What training reports, and what it is called here."""
 
 
 def main() -> None:
     """Evaluate and print."""
     from megatron_csbp import cpu_runtime
-    from megatron_csbp.arguments import read_device
+    from megatron_csbp.arguments import is_block_diffusion, read_device
     from megatron_csbp.errors import user_errors
     from megatron_csbp.one_process import be_the_only_rank
 
@@ -39,7 +40,7 @@ def main() -> None:
         with user_errors():
             runtime = cpu_runtime.install(read_device(argv))  # type: ignore[arg-type]
 
-            from megatron_csbp import megatron_compat, megatron_loading, pretrain_gpt, training_setup
+            from megatron_csbp import autoregressive, megatron_compat, megatron_loading, pretrain_gpt, training_setup
             from megatron_csbp.configuration.checkpoint_defaults import named_checkpoint, set_defaults_from_checkpoint
 
             megatron_compat.check_megatron_version()
@@ -49,10 +50,13 @@ def main() -> None:
             if own.text:
                 argv += ["--valid-data-path", _prepared(own.text, saved, argv, Path(scratch))]
             sys.argv[1:] = [*_DEFAULTS.split(), *argv]
+            _log_to_stderr()
             with contextlib.redirect_stdout(sys.stderr):
                 args = training_setup.parse_and_validate_args(
                     runtime, set_defaults=lambda parser: set_defaults_from_checkpoint(parser, saved)
                 )
+            if not is_block_diffusion(args):
+                autoregressive.check_supported(args)
         with contextlib.redirect_stdout(sys.stderr), megatron_loading.recorded_evaluations() as evaluations:
             pretrain_gpt.run(args)
     _report(args, evaluations, own.json)
@@ -101,20 +105,29 @@ def _prepared(texts: list[str], saved: Namespace, argv: list[str], folder: Path)
     return prefix
 
 
+def _log_to_stderr() -> None:
+    """Megatron's log goes to standard output, which is for the result."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+
+
 def _report(args: Namespace, evaluations: list[dict[str, Any]], json_file: str | None) -> None:
     """Print one line and write the JSON, on the last rank, which has the sums."""
     if args.rank != args.world_size - 1:
         return
     is_autoregressive = args.diffusion_block_size is None
     (evaluation,) = evaluations
-    figures: dict[str, Any] = {
-        _NAMES[name]: value
-        for name, value in evaluation["losses"].items()
-        if name in _NAMES and (name != "lm loss" or is_autoregressive)
-    }
+    losses = evaluation["losses"]
+    figures: dict[str, Any] = {_NAMES[name]: value for name, value in losses.items() if name in _NAMES}
     words = []
     if "nelbo" in figures:
         words.append(f"NELBO {figures['nelbo']:.4f} nats/token")
+    elif is_autoregressive:
+        figures["ar_loss"] = losses["lm loss"]
+    else:
+        figures["masked_token_loss"] = losses["lm loss"]
+        words.append(f"loss of masked tokens {losses['lm loss']:.4f} nats/token")
     if "ar_loss" in figures:
         figures["ar_perplexity"] = math.exp(figures["ar_loss"])
         words.append(f"AR loss {figures['ar_loss']:.4f} nats/token, perplexity {figures['ar_perplexity']:.3f}")

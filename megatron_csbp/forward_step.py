@@ -63,7 +63,7 @@ class BlockDiffusionForwardStep:
         assert not return_schedule_plan, "--overlap-moe-expert-parallel-comm is refused at start"
         with megatron_compat.batch_timer():
             data = next(data_iterator) if data_iterator is not None else None
-            own_plans = None if data is None else data.pop("plans", None)
+            own_plans = None if data is None else data.get("plans")
             needs_batch = megatron_compat.stage_needs_batch(model)
             batch, selection = self._batch(data, own_plans) if needs_batch else (None, None)
         plans = own_plans or self._static_plans
@@ -87,14 +87,14 @@ class BlockDiffusionForwardStep:
         return output, partial(self._loss, batch, selection, evaluating=not model.training)
 
     def _batch(
-        self, data: dict[str, Tensor] | None, own_plans: LayerPlans | None
+        self, data: dict[str, Any] | None, own_plans: LayerPlans | None
     ) -> tuple[dict[str, Tensor], LossRowSelection]:
         """Return the micro-batch and its rows with loss on this rank's device."""
         assert data is not None, "a stage that embeds or computes the loss reads samples"
         rows = (own_plans or self._static_plans).rows
         device = megatron_compat.current_device()
         selection = select_loss_rows(data["labels"], data["loss_weights"], torch.from_numpy(rows.is_corrupted))
-        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in data.items()}
+        batch = {name: value.to(device, non_blocking=True) for name, value in data.items() if name != "plans"}
         return batch, selection.to(device)
 
     def _loss(

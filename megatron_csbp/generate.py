@@ -5,6 +5,7 @@ Writes behind each prompt and prints the whole text on standard output; everythi
 tokenizer and objective are those of the checkpoint, unless a flag says otherwise.
 """
 
+import logging
 import sys
 import time
 import warnings
@@ -18,7 +19,9 @@ def main() -> None:
     from megatron_csbp.one_process import be_the_only_rank
 
     be_the_only_rank()
-    warnings.simplefilter("ignore")  # dozens about packages that are not installed, between the lines of a text
+    # Megatron has dozens of lines about its set-up and packages that are not installed.
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     with user_errors():
         runtime = cpu_runtime.install(read_device(sys.argv[1:]))  # type: ignore[arg-type]
 

@@ -21,13 +21,15 @@ _USAGE = "usage: torchrun ... -m megatron_csbp.launch SCRIPT [Megatron arguments
 
 def main() -> None:
     """Install the runtime, rebind the three names, and run the script as `__main__`."""
-    from megatron_csbp import cpu_runtime
+    from megatron_csbp import check_mode, cpu_runtime
     from megatron_csbp.arguments import read_device
     from megatron_csbp.configuration.hardware_queues import set_one_queue
-    from megatron_csbp.errors import check_launcher, user_errors
+    from megatron_csbp.errors import check_launcher, hush_optional_packages, user_errors
 
+    hush_optional_packages()
     with user_errors():
         script = _script_path(sys.argv)
+        check_mode.stand_in_for_launcher(sys.argv[2:])
         check_launcher(sys.argv[2:])
         queues = set_one_queue(sys.argv[2:], os.environ)
         runtime = cpu_runtime.install(read_device(sys.argv[2:]))  # type: ignore[arg-type]
@@ -89,7 +91,9 @@ def _parse_and_validate_args(
             raise ValueError(
                 "megatron_csbp.launch runs scripts that know all their arguments (ignore_unknown_args is off)."
             )
-        return training_setup.parse_and_validate_args(runtime, extra_args_provider, args_defaults)
+        args = training_setup.parse_and_validate_args(runtime, extra_args_provider, args_defaults)
+        training_setup.end_dry_run(args)
+        return args
 
 
 def _model_config_from_args(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,4 +134,6 @@ def _pretrain(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    main()
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(main)()

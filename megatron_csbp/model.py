@@ -93,9 +93,11 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
         elif not isinstance(spec, ModuleSpec) and callable(spec):
             takes_stage = "vp_stage" in inspect.signature(spec).parameters
             spec = spec(config, vp_stage=vp_stage) if takes_stage else spec(config)
-        if config.transformer.sequence_parallel or drops_clean_rows:
+        if config.transformer.sequence_parallel or drops_clean_rows or pg_collection.pp.size() > 1:
             # As a block spec, since only that names the final norm, and has a last layer of its own.
             spec = megatron_compat.block_submodules(config.transformer, spec, vp_stage, pg_collection.pp.rank())
+            if not spec.layer_specs:
+                return spec  # a pipeline stage without decoder layers
         if config.transformer.sequence_parallel:
             spec = with_sequence_parallel_norm(spec)
         core_attention = functools.partial(CSBPCoreAttention, settings=self._settings)

@@ -48,7 +48,9 @@ def initialize_block_parallel(block_parallel_size: int = 1, *, context_group: di
     _IS_OWNED = block_parallel_size != size
     _GROUP = context_group
     if _IS_OWNED:
-        _GROUP = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="BLOCK_PARALLEL_GROUP")
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="BLOCK_PARALLEL_GROUP")
+        assert isinstance(alone, dist.ProcessGroup), "new_group returns a group to its own members"
+        _GROUP = alone
 
 
 def destroy_block_parallel() -> None:

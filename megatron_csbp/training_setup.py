@@ -16,7 +16,7 @@ import torch
 # Bound here, before `launch` rebinds the name in its module.
 from megatron.training.argument_utils import gpt_config_from_args
 
-from megatron_csbp import arguments, megatron_compat, megatron_start
+from megatron_csbp import arguments, check_mode, megatron_checkpoints, megatron_compat, megatron_start
 from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import check_files, check_start, use_checkpoint_length
@@ -25,6 +25,7 @@ from megatron_csbp.configuration.flag_names import FlagNames
 from megatron_csbp.configuration.hardware_queues import check_one_queue
 from megatron_csbp.configuration.objective_flags import objective_from_args
 from megatron_csbp.configuration.output_folders import check_output_folders
+from megatron_csbp.configuration.own_geometries import check_own_geometries, prepare_own_geometries
 from megatron_csbp.configuration.performance_arguments import (
     fill_head_groups,
     fill_loss_chunk_rows,
@@ -35,10 +36,10 @@ from megatron_csbp.configuration.runtime_arguments import adapt_to_runtime
 from megatron_csbp.configuration.training_rules import check_training
 from megatron_csbp.configuration.weight_rules import check_weights
 from megatron_csbp.cpu_runtime import RuntimeInfo
-from megatron_csbp.data.datasets import build_train_valid_test_datasets
+from megatron_csbp.data.datasets import SampleOf, build_train_valid_test_datasets
 from megatron_csbp.data.full_validation import correct_full_validation_now
 from megatron_csbp.data.validation import validate_data_files
-from megatron_csbp.errors import say_errors_in_one_line, user_errors
+from megatron_csbp.errors import failure_in_words, say_errors_in_one_line, user_errors
 from megatron_csbp.forward_step import BlockDiffusionForwardStep
 from megatron_csbp.model import BlockDiffusionModelConfig
 from megatron_csbp.reporting.instruments import instruments_from_args
@@ -96,12 +97,18 @@ def parse_and_validate_args(
         if runtime.device == "cuda":
             capability = torch.cuda.get_device_properties(0).major
             check_one_queue(args, capability, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
-        changes.extend(adapt_to_runtime(args, runtime))
+        changes.extend(adapt_to_runtime(args, runtime, is_dry_run(args)))
         changes.extend(arguments.prepare_before_validation(args, frozenset(given)))
         check_training(args)
+        check_output_folders(args, makes_them=not is_dry_run(args))
+        if is_dry_run(args):
+            check_mode.leave_reporting_out(args)
 
     def after(args: Namespace) -> None:
         changes.extend(arguments.prepare_after_validation(args))
+        if arguments.is_block_diffusion(args) and has_own_geometries(args):
+            check_own_geometries(args)
+            prepare_own_geometries(args)
 
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
@@ -114,23 +121,41 @@ def parse_and_validate_args(
         correct_distributed_optimizer_now()
         if args.full_validation:
             correct_full_validation_now(args)
+        megatron_checkpoints.save_clean_length()
     start = check_start(args, FlagNames(parsers[-1]))
-    take_output_folders(args)
+    keep_others_out(args)
     print_start_summary(args, runtime, changes, start)
     return args
 
 
-def take_output_folders(args: Namespace) -> None:
-    """Try every folder that the run writes into, and keep other runs out of the one with its checkpoints.
+def keep_others_out(args: Namespace) -> None:
+    """Keep other runs out of the folder that this one saves into.
 
     Raises:
-        ValueError: a folder cannot be written into, or another run saves there.
+        ValueError: another run saves there.
     """
-    check_output_folders(args)
     if args.save is not None and "://" not in args.save and not args.skip_train:
         check_lock(args.save)
-        if args.rank == 0:
+        if args.rank == 0 and not is_dry_run(args):
             hold_lock(args.save)
+
+
+def is_dry_run(args: Namespace) -> bool:
+    """Return whether only checks are asked for."""
+    return args.csbp_dry_run is not None
+
+
+def end_dry_run(args: Namespace) -> None:
+    """Check, in a dry run, also Megatron's own configuration of the model, and stop.
+
+    Raises:
+        ValueError: Megatron refuses it.
+        SystemExit: with status 0; not in a run that is none.
+    """
+    if is_dry_run(args):
+        with failure_in_words("check of the model"):
+            model_config_from_args(args) if arguments.is_block_diffusion(args) else gpt_config_from_args(args)
+    check_mode.end(args)
 
 
 def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
@@ -161,8 +186,24 @@ def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
     return config
 
 
+def sample_of_from_args(args: Namespace) -> SampleOf | None:
+    """Return the geometry of single samples; None: all have that of the flags.
+
+    Megatron's datasets cut whole samples of one document. Whoever brings data of another kind (documents with edges,
+    few active blocks) puts a function of its own here before the entry runs.
+    """
+    return None
+
+
+def has_own_geometries(args: Namespace) -> bool:
+    """Return whether samples differ in their geometry: packed documents, or `sample_of_from_args`."""
+    return bool(args.pack_documents) or sample_of_from_args(args) is not None
+
+
 def datasets_provider(args: Namespace) -> Callable[..., Any]:
     """Return the `train_valid_test_dataset_provider` that yields the rows of this rank."""
+    sample_of = sample_of_from_args(args)
+    on_every_stage = args.full_validation or has_own_geometries(args)
 
     def provide(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
         return build_train_valid_test_datasets(
@@ -171,7 +212,9 @@ def datasets_provider(args: Namespace) -> Callable[..., Any]:
             arguments.static_plans(args, megatron_compat.context_parallel_rank()),
             objective_from_args(args),
             vp_stage=vp_stage,
-            is_built=partial(megatron_compat.rank_loads_data, vp_stage, on_every_stage=args.full_validation),
+            is_built=partial(megatron_compat.rank_loads_data, vp_stage, on_every_stage=on_every_stage),
+            sample_of=sample_of,
+            plan_keys=arguments.plan_keys(args),
         )
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # Megatron then builds the datasets on every rank

@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sizes import BLOCK_SIZE, NUM_RANKS, Size, TrafficCase
+from sizes import NUM_RANKS, NUM_VIEWS, Size, TrafficCase
 from training import DemoError, RunRecord
 
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
+from megatron_csbp.transformer.geometry.layer_plans import layer_plans
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
 
 LOSS_TOLERANCE = 2e-6
 """Largest relative difference of two losses that still counts as parity; the log has 7 digits of them."""
-
-LARGEST_SHARE = 0.95
-"""The last tenth of the training losses must be below this share of the first tenth."""
 
 FP32_BYTES = 4
 PASSES = 3
@@ -80,34 +79,27 @@ class Traffic:
         trained = [line for line in lines if line["phase"] == "train"]
         if not trained:
             raise DemoError(f"{ledger} has no line of a training iteration.")
-        measured = trained[0]["remote_bytes"] // (size.layers * size.micro_batches)
-        layout = SequenceLayout(
-            sequence_length=size.sequence_length, block_size=BLOCK_SIZE, group_size=NUM_RANKS, scheme=_SCHEMES[scheme]
-        )
-        return cls(bytes_per_layer(layout, size.key_value_heads, size.head_dim, FP32_BYTES), measured)
+        measured = trained[0]["remote_bytes"] // (size.layers * size.diffusion.samples)
+        sample = Sample(length=size.sequence_length, block_size=size.block_size, num_views=NUM_VIEWS)
+        closed_form = bytes_per_layer(sample, NUM_RANKS, scheme, size.key_value_heads, size.head_dim, FP32_BYTES)
+        return cls(closed_form, measured)
 
 
-def bytes_per_layer(layout: SequenceLayout, key_value_heads: int, head_dim: int, itemsize: int) -> int:
+def bytes_per_layer(
+    sample: Sample, num_ranks: int, scheme: str, key_value_heads: int, head_dim: int, itemsize: int
+) -> int:
     """Return the plan's closed form of what a layer brings one rank, in forward and backward, for one sequence."""
-    plan = AttentionPlan(layout, CleanAttention.BLOCK_CAUSAL)
-    return PASSES * sum(plan.remote_bytes(stream, key_value_heads, head_dim, itemsize) for stream in Stream)
+    rows = layer_plans(sample, Sharding(num_ranks, _SCHEMES[scheme]), rank=0)
+    row_bytes = 2 * key_value_heads * head_dim * itemsize
+    transfers = rows.plan(Mask(CleanAttention.BLOCK_CAUSAL)).transfers
+    return PASSES * sum(transfer.gather_bytes(row_bytes) for _, transfer in transfers)
 
 
 def case_bytes(case: TrafficCase, scheme: str) -> int:
     """Return the closed form for all layers of a case."""
-    layout = SequenceLayout(
-        sequence_length=case.sequence_length,
-        block_size=case.block_size,
-        group_size=case.num_ranks,
-        scheme=_SCHEMES[scheme],
-    )
-    return case.layers * bytes_per_layer(layout, case.key_value_heads, case.head_dim, case.itemsize)
-
-
-def mean_of_ends(losses: Sequence[float]) -> tuple[float, float]:
-    """Return the mean loss of the first and of the last tenth of a run."""
-    count = max(1, len(losses) // 10)
-    return sum(losses[:count]) / count, sum(losses[-count:]) / count
+    sample = Sample(length=case.sequence_length, block_size=case.block_size)
+    a_layer = bytes_per_layer(sample, case.num_ranks, scheme, case.key_value_heads, case.head_dim, case.itemsize)
+    return case.layers * a_layer
 
 
 def print_parity(parity: Parity) -> None:
@@ -120,26 +112,25 @@ def print_parity(parity: Parity) -> None:
 
 
 def print_summary(
-    size: Size, run: RunRecord, parity: Mapping[str, Parity], traffic: Mapping[str, Traffic], case: TrafficCase
+    size: Size,
+    runs: Mapping[str, RunRecord],
+    entropy: float,
+    parity: Mapping[str, Parity],
+    traffic: Mapping[str, Traffic],
+    case: TrafficCase,
 ) -> list[str]:
-    """Print what came out, and return what failed, a sentence each."""
-    failures = []
+    """Print what came out, and return what failed, a sentence each.
+
+    Args:
+        size: of the demo.
+        runs: the trainings: "autoregressive", "converted", "from scratch".
+        entropy: of the validation text's tokens without context, in nats.
+        parity: by what was compared with CSBP.
+        traffic: by scheme.
+        case: of the paper.
+    """
     print("\nResult")
-    for name, numbers in parity.items():
-        worst = max(numbers.relative_errors, default=float("nan"))
-        verdict = f"largest relative difference of {len(numbers.iterations)} losses {worst:.1e}"
-        print(f"  parity      CSBP and {name}: {verdict}; {'agree' if numbers.holds else 'DIFFER'}")
-        if not numbers.holds:
-            failures.append(f"the losses of CSBP and of {name} differ by more than {LOSS_TOLERANCE:g}: {verdict}")
-    first, last = mean_of_ends([run.losses[i] for i in sorted(run.losses)])
-    print(f"  loss        {first:.3f} -> {last:.3f} nats/token (means of the first and the last tenth)")
-    if not last < LARGEST_SHARE * first:
-        failures.append(f"the loss did not fall clearly: {first:.3f} -> {last:.3f}")
-    if run.nelbos:
-        points = ", ".join(f"{run.nelbos[i]:.3f} at {i}" for i in sorted(run.nelbos))
-        print(f"  validation  NELBO {points} (nats/token; the same samples and masks each time)")
-    else:
-        failures.append("no evaluation in the log")
+    failures = [*_print_learning(runs, entropy, size.largest_share), *_print_agreement(parity)]
     print("  bytes       one layer, one sequence, forward and backward, brought to rank 0 from the other:")
     for name, numbers in traffic.items():
         print(
@@ -150,49 +141,44 @@ def print_summary(
     gibibytes = {name: case_bytes(case, name) / 2**30 for name in traffic}
     computed = ", ".join(f"{name} {number:.2f} GiB" for name, number in gibibytes.items())
     print(f"    closed form only, all layers of {case.name}: {computed}")
-    print(f"    from the log of the run: {run.traffic}")
+    print(f"    from the log of the conversion: {runs['converted'].traffic}")
     return failures
 
 
-def draw(run: RunRecord, parity: Parity, path: Path) -> None:
-    """Draw the training curve, the validation NELBO and the difference of the two topologies."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (curves, errors) = pyplot.subplots(
-        2, 1, figsize=(8, 7), height_ratios=(2, 1), layout="constrained", sharex=True
-    )
-    iterations = sorted(run.losses)
-    losses = [run.losses[i] for i in iterations]
-    curves.plot(iterations, losses, color="tab:blue", alpha=0.3, linewidth=1, label="CSBP, 2 ranks: each iteration")
-    curves.plot(iterations, smoothed(losses), color="tab:blue", label="CSBP, 2 ranks: smoothed")
-    curves.plot(parity.iterations, parity.reference, "x", color="tab:red", label="one rank: the first iterations")
-    evaluated = sorted(run.nelbos)
-    curves.plot(evaluated, [run.nelbos[i] for i in evaluated], "o", color="tab:green", label="validation NELBO")
-    curves.set_ylabel("nats per token")
-    curves.set_title("Block diffusion on the sources of Python's standard library")
-    curves.legend()
-    curves.grid(alpha=0.3)
-    # A difference of 0 has no place on a logarithmic axis.
-    floor = 1e-8
-    shown = [max(error, floor) for error in parity.relative_errors]
-    errors.semilogy(parity.iterations, shown, "x-", color="tab:red")
-    errors.axhline(LOSS_TOLERANCE, color="black", linestyle="--", linewidth=1, label=f"tolerance {LOSS_TOLERANCE:g}")
-    errors.set_ylim(floor / 2, 1e-5)
-    errors.set_ylabel("|CSBP - one rank| / one rank\n(0 is drawn at 1e-8)")
-    errors.set_xlabel("iteration")
-    errors.legend()
-    errors.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def _print_learning(runs: Mapping[str, RunRecord], entropy: float, largest_share: float) -> list[str]:
+    """Say how far each training came, against a model that uses no context."""
+    failures = []
+    print(f"  no context  entropy of the validation text's tokens: {entropy:.3f} nats/token")
+    for name, run in runs.items():
+        kind = "next-token loss" if name == "autoregressive" else "loss of masked tokens"
+        points = ", ".join(f"{run.validation[i]:.3f} at {i}" for i in sorted(run.validation))
+        print(f"  {name:15s} validation, {kind}: {points or 'missing'} nats/token")
+        if not run.validation:
+            failures.append(f"no evaluation in the log of {name}")
+    if failures:
+        return failures
+    converted, scratch = (last(runs[name].validation) for name in ("converted", "from scratch"))
+    if not converted < largest_share * entropy:
+        failures.append(
+            f"the converted model does not use context: loss {converted:.3f}, of single tokens {entropy:.3f}"
+        )
+    if not converted < scratch:
+        failures.append(f"converting did not help: loss {converted:.3f}, from scratch {scratch:.3f}")
+    return failures
 
 
-def smoothed(values: Sequence[float], keep: float = 0.85) -> list[float]:
-    """Return the exponential moving average, corrected for its start."""
-    averages, total, weight = [], 0.0, 0.0
-    for value in values:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        averages.append(total / weight)
-    return averages
+def _print_agreement(parity: Mapping[str, Parity]) -> list[str]:
+    """Say how far the losses of other topologies are from those of CSBP."""
+    failures = []
+    for name, numbers in parity.items():
+        worst = max(numbers.relative_errors, default=float("nan"))
+        verdict = f"largest relative difference of {len(numbers.iterations)} losses {worst:.1e}"
+        print(f"  parity      CSBP and {name}: {verdict}; {'agree' if numbers.holds else 'DIFFER'}")
+        if not numbers.holds:
+            failures.append(f"the losses of CSBP and of {name} differ by more than {LOSS_TOLERANCE:g}: {verdict}")
+    return failures
+
+
+def last(losses: Mapping[int, float]) -> float:
+    """Return the loss of the last iteration that has one."""
+    return losses[max(losses)]

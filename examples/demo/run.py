@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: trains a small Nemotron-shaped model with CSBP on two ranks of this machine, and checks it.
+"""The demo: trains a small autoregressive model, converts it to block diffusion with CSBP, and lets it write.
 
     .venv/bin/python examples/demo/run.py            (or: make demo)
 
-Writes everything below demo_output/ (or `--output`), which it empties first. Exit status 1 if the curves differ, the
-loss does not fall, the bytes are not those of the closed form, or a step fails.
+Everything runs on two ranks of this machine. The conversion is checked against one rank and the CP baseline, and
+compared with the same training from scratch. Writes everything below demo_output/ (or `--output`), which it empties
+first. Exit status 1 if the losses of the topologies differ, the model does not use context, the bytes are not those of
+the closed form, or a step fails.
 """
 
 import argparse
 import json
 import os
+import resource
 import shlex
 import shutil
 import sys
@@ -18,9 +21,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import corpus
-from report import Traffic, compare, draw, print_parity, print_summary
+from picture import draw
+from report import Traffic, compare, print_parity, print_summary
 from sizes import NUM_RANKS, PAPER_CASE, SIZES, Size
-from training import DemoError, RunRecord, train
+from training import DemoError, RunRecord, run_command, train
 
 from megatron_csbp.data import prepare
 from megatron_csbp.data.train_tokenizer import MASK_TOKEN, train_tokenizer
@@ -28,11 +32,12 @@ from megatron_csbp.data.train_tokenizer import MASK_TOKEN, train_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = "made-by-the-demo"
 MOST_THREADS = 4
+PROMPT = "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, name):\n        self.name = name\n"
 
 
 def main() -> int:
     """Run every step; return the exit status."""
-    parser = argparse.ArgumentParser(description="Train with CSBP on two ranks and compare with one rank.")
+    parser = argparse.ArgumentParser(description="Convert an autoregressive model to block diffusion, with CSBP.")
     parser.add_argument(
         "--output", type=Path, default=ROOT / "demo_output", help="folder for all results; emptied first"
     )
@@ -48,7 +53,7 @@ def main() -> int:
 
 
 def demo(output: Path, size: Size) -> int:
-    """Prepare data, train, repeat, compare, report.
+    """Prepare data, train, convert, repeat, compare, write, report.
 
     Args:
         output: folder for all results.
@@ -56,30 +61,36 @@ def demo(output: Path, size: Size) -> int:
     """
     started = time.monotonic()
     empty(output)
-    print(f"megatron_csbp demo: CSBP on {NUM_RANKS} ranks of this machine, checked against one rank. Output: {output}")
-    flags = prepare_data(output, size)
-    sharded = train_scheme("CSBP", NUM_RANKS, size, flags, output)
-    baseline = train_scheme("CP", NUM_RANKS, size, flags, output)
-    one_rank = train_scheme("one rank", 1, size, flags, output)
-    parity = {"one rank": compare(one_rank, sharded), "CP": compare(baseline, sharded)}
-    traffic = {
-        scheme: Traffic.measure(scheme, size, output / f"{slug(scheme)}.rank0.jsonl") for scheme in ("CSBP", "CP")
+    print(f"megatron_csbp demo, on {NUM_RANKS} ranks of this machine. Output: {output}")
+    flags, entropy = prepare_data(output, size)
+    runs = {
+        "autoregressive": train_autoregressive(size, flags, output),
+        "converted": diffuse("converted", NUM_RANKS, size, flags, output),
+        "from scratch": diffuse("from scratch", NUM_RANKS, size, flags, output),
     }
-    picture = output / "curves.png"
-    draw(sharded, parity["one rank"], picture)
+    again = {name: diffuse(name, ranks, size, flags, output) for name, ranks in (("CP", NUM_RANKS), ("one rank", 1))}
+    parity = {name: compare(run, runs["converted"]) for name, run in again.items()}
+    traffic = {
+        "CSBP": Traffic.measure("CSBP", size, output / "converted.rank0.jsonl"),
+        "CP": Traffic.measure("CP", size, output / "cp.rank0.jsonl"),
+    }
+    draw(size, runs, parity, entropy, output / "curves.png")
     print_parity(parity["one rank"])
-    failures = print_summary(size, sharded, parity, traffic, PAPER_CASE)
+    text = write(size, output)
+    failures = print_summary(size, runs, entropy, parity, traffic, PAPER_CASE)
     record = {
         "size": asdict(size),
-        "runs": {"CSBP": asdict(sharded), "CP": asdict(baseline), "one rank": asdict(one_rank)},
+        "entropy of single tokens": entropy,
+        "runs": {name: asdict(run) for name, run in (runs | again).items()},
         "bytes per layer": {scheme: asdict(numbers) for scheme, numbers in traffic.items()},
+        "text": text,
         "failures": failures,
     }
     (output / "report.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(f"  curves      {picture}")
-    print(f"  checkpoint  {output / 'checkpoint'}; the command that made it: {output / 'csbp.sh'}")
+    print(f"  curves      {output / 'curves.png'}")
+    print(f"  checkpoint  {output / 'converted'}; the command that made it: {output / 'converted.sh'}")
     print(f"  record      {output / 'report.json'}")
-    print(f"  time        {time.monotonic() - started:.0f} s")
+    print(f"  time        {time.monotonic() - started:.0f} s, of processors {processor_seconds():.0f} s")
     for failure in failures:
         print(f"demo: FAILED: {failure}", file=sys.stderr)
     return 1 if failures else 0
@@ -99,14 +110,19 @@ def empty(output: Path) -> None:
     (output / MARKER).touch()
 
 
-def prepare_data(output: Path, size: Size) -> list[str]:
-    """Build the tokenizer and the indexed datasets; return the flags that name them."""
+def prepare_data(output: Path, size: Size) -> tuple[list[str], float]:
+    """Build the tokenizer and the indexed datasets.
+
+    Returns:
+        The flags that name them, and the entropy of the validation text's single tokens, in nats.
+    """
     print("\nData: the longest sources of Python's standard library", flush=True)
     *documents, held_out = corpus.standard_library_documents(size.corpus_bytes)
     tokenizer = output / "tokenizer"
     texts = (document.read_text(encoding="utf-8") for document in documents)
     num_tokens, mask_token_id = train_tokenizer(texts, tokenizer, size.vocab_size)
-    print(f"  tokenizer: BPE of {num_tokens} tokens, {MASK_TOKEN} = {mask_token_id}: {tokenizer}", flush=True)
+    assert mask_token_id == corpus.MASK_ID
+    print(f"  tokenizer: BPE of {num_tokens} tokens, {MASK_TOKEN} = {mask_token_id}; validation text: {held_out}")
     for name, paths in (("train", documents), ("valid", [held_out])):
         arguments = ["--input", *map(str, paths), "--tokenizer", str(tokenizer), "--append-eod"]
         arguments += ["--output-prefix", str(output / "data" / name)]
@@ -115,41 +131,88 @@ def prepare_data(output: Path, size: Size) -> list[str]:
         )
         if prepare.main(arguments):
             raise DemoError("the text could not be prepared; the reason is above.")
-    prefixes = ["--train-data-path", str(output / "data/train"), "--valid-data-path", str(output / "data/valid")]
-    return [*prefixes, "--tokenizer-model", str(tokenizer), "--mask-token-id", str(mask_token_id)]
+    data = ["--train-data-path", str(output / "data/train"), "--valid-data-path", str(output / "data/valid")]
+    # The whole validation set each time, so that its points can be compared.
+    data += ["--full-validation", "--multiple-validation-sets", "--tokenizer-model", str(tokenizer)]
+    return data, corpus.entropy_of_tokens(output / "data" / "valid")
 
 
-def train_scheme(scheme: str, num_ranks: int, size: Size, flags: list[str], output: Path) -> RunRecord:
-    """Train under one scheme: to the end with CSBP, else the first iterations only.
+def train_autoregressive(size: Size, data: list[str], output: Path) -> RunRecord:
+    """Train the model that is to be converted: plain Megatron, data parallel."""
+    arguments = [*size.flags(), *size.autoregressive.flags(), *data]
+    arguments += saving(output / "autoregressive", size.autoregressive.iterations)
+    iterations = size.autoregressive.iterations
+    return train(
+        "Training, autoregressive", arguments, iterations, NUM_RANKS, threads(), output / "autoregressive.log"
+    )
+
+
+def diffuse(name: str, num_ranks: int, size: Size, data: list[str], output: Path) -> RunRecord:
+    """Train on blocks: to the end, or the first iterations only.
 
     Args:
-        scheme: CSBP, CP or one rank.
+        name: "converted" and "from scratch" are whole trainings with CSBP; "CP" and "one rank" begin the first again.
         num_ranks: ranks of the context group.
         size: how much to do.
-        flags: of the data.
+        data: flags.
         output: folder for log and checkpoint.
     """
-    arguments = [*size.flags(), *flags, "--context-parallel-size", str(num_ranks)]
+    whole = name in ("converted", "from scratch")
+    arguments = [*size.flags(), *size.diffusion.flags(), *data, "--diffusion-block-size", str(size.block_size)]
+    arguments += ["--mask-token-id", str(corpus.MASK_ID), "--diffusion-objective", "fast-dllm-v2"]
+    arguments += ["--context-parallel-size", str(num_ranks)]
+    if name != "from scratch":
+        arguments += ["--load", str(output / "autoregressive"), "--finetune", "--no-load-optim", "--no-load-rng"]
     if num_ranks > 1:
-        arguments += ["--csbp-ledger", str(output / f"{slug(scheme)}.jsonl")]
-    iterations = size.iterations
-    if scheme == "CSBP":
-        arguments += ["--bp-size", str(num_ranks), "--save", str(output / "checkpoint")]
-        arguments += ["--save-interval", str(size.iterations)]
-        # The whole validation set each time, so that its points can be compared.
-        arguments += ["--full-validation", "--multiple-validation-sets"]
+        arguments += ["--csbp-ledger", str(output / f"{slug(name)}.jsonl")]
+    iterations = size.diffusion.iterations
+    if whole:
+        arguments += ["--bp-size", str(num_ranks), *saving(output / slug(name), iterations)]
+        title = f"Training with CSBP, {name}"
     else:
         iterations = size.parity_iterations
-        arguments += ["--exit-interval", str(iterations), "--eval-iters", "0"]
-    arguments += ["--eval-interval", str(size.evaluate_every)]
-    name = f"Training, {scheme}" if scheme == "CSBP" else f"The first iterations again, {scheme}"
-    threads = min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // NUM_RANKS))
-    return train(name, arguments, iterations, num_ranks, threads, output / f"{slug(scheme)}.log")
+        if name == "CP":
+            arguments += ["--context-scheme", "cp"]
+        arguments += ["--exit-interval", str(iterations), "--eval-iters", "0", "--eval-interval", "1000"]
+        title = f"The first iterations of the conversion again, {name}"
+    return train(title, arguments, iterations, num_ranks, threads(), output / f"{slug(name)}.log")
 
 
-def slug(scheme: str) -> str:
-    """Return a scheme's name as part of a file name."""
-    return scheme.lower().replace(" ", "-")
+def write(size: Size, output: Path) -> str:
+    """Let the converted model continue a prompt; return the text."""
+    print("\nA continuation by the converted model, block by block", flush=True)
+    arguments = ["-m", "megatron_csbp.generate", "--load", str(output / "converted"), "--prompt", PROMPT]
+    arguments += ["--max-new-tokens", str(size.new_tokens), "--confidence-threshold", "0.6", "--show-steps"]
+    lines = run_command([sys.executable, *arguments], threads() * NUM_RANKS, output / "generate.log").splitlines(True)
+    steps = [line for line in lines if line.startswith("[") and " pass " in line]
+    print("  the first passes over a block (_ is a mask):")
+    for line in steps[:4]:
+        print(f"    {line.rstrip()}")
+    text = "".join(line for line in lines if line not in steps)
+    print("  the text:")
+    print("".join(f"    | {line}\n" for line in text.rstrip().splitlines()), flush=True)
+    return text
+
+
+def saving(folder: Path, iterations: int) -> list[str]:
+    """Return the flags that save the weights at the end of a run."""
+    return ["--save", str(folder), "--save-interval", str(iterations), "--no-save-optim", "--no-save-rng"]
+
+
+def threads() -> int:
+    """Return how many processor threads a rank gets."""
+    return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // NUM_RANKS))
+
+
+def processor_seconds() -> float:
+    """Return the time that processors have spent on this process and its children."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def slug(name: str) -> str:
+    """Return a run's name as part of a file name."""
+    return name.lower().replace(" ", "-")
 
 
 if __name__ == "__main__":

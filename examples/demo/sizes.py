@@ -1,15 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the demo is: the model, the training, and the case of the paper that its bytes are put beside."""
+"""How large the demo is: the model, its two trainings, and the case of the paper that its bytes are put beside."""
 
 from dataclasses import dataclass
 
 NUM_RANKS = 2
-BLOCK_SIZE = 32
+NUM_VIEWS = 2
+"""Corrupted copies of every sample: Fast-dLLM v2 has two, which complement each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One training.
+
+    Attributes:
+        iterations: how many.
+        samples: of an iteration.
+        micro_batch: samples that a data-parallel rank computes at once.
+        evaluate_every: iterations between evaluations.
+        learning_rate: peak of the cosine schedule, which ends at a tenth.
+    """
+
+    iterations: int
+    samples: int
+    micro_batch: int
+    evaluate_every: int
+    learning_rate: float
+
+    def flags(self) -> list[str]:
+        """Return Megatron's arguments."""
+        return (
+            f"--micro-batch-size {self.micro_batch} --global-batch-size {self.samples} "
+            f"--train-iters {self.iterations} --lr {self.learning_rate} --min-lr {self.learning_rate / 10} "
+            f"--lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 "
+            f"--eval-interval {self.evaluate_every} "
+            "--log-interval 1 --num-workers 0 --seed 7"
+        ).split()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model shaped like Nemotron-Labs-Diffusion (RMSNorm, SwiGLU, grouped-query attention, RoPE), and its training.
+    """A model shaped like Nemotron-Labs-Diffusion (RMSNorm, SwiGLU, grouped-query attention, RoPE), and its trainings.
 
     Attributes:
         corpus_bytes: text; the last document is for validation.
@@ -20,11 +50,12 @@ class Size:
         heads: query heads.
         key_value_heads: key/value heads.
         sequence_length: clean tokens of a sample.
-        micro_batches: samples of an iteration, one in a micro-batch.
-        iterations: training iterations with CSBP.
-        parity_iterations: how many of them the other schemes repeat.
-        evaluate_every: iterations between evaluations.
-        learning_rate: peak of the cosine schedule.
+        block_size: tokens of a diffusion block.
+        autoregressive: the first training.
+        diffusion: the conversion, and the training from scratch beside it.
+        parity_iterations: how many iterations of the conversion the other schemes repeat.
+        new_tokens: length of the continuation.
+        largest_share: the converted model's validation loss must be below this share of the entropy of single tokens.
     """
 
     corpus_bytes: int
@@ -35,11 +66,12 @@ class Size:
     heads: int
     key_value_heads: int
     sequence_length: int
-    micro_batches: int
-    iterations: int
+    block_size: int
+    autoregressive: Training
+    diffusion: Training
     parity_iterations: int
-    evaluate_every: int
-    learning_rate: float
+    new_tokens: int
+    largest_share: float
 
     @property
     def head_dim(self) -> int:
@@ -54,44 +86,42 @@ class Size:
             "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
             f"--position-embedding-type rope --seq-length {self.sequence_length} "
             f"--max-position-embeddings {self.sequence_length} --init-method-std 0.05 "
-            "--tokenizer-type HuggingFaceTokenizer "
-            f"--make-vocab-size-divisible-by 128 --diffusion-block-size {BLOCK_SIZE} --micro-batch-size 1 "
-            f"--global-batch-size {self.micro_batches} --train-iters {self.iterations} --lr {self.learning_rate} "
-            f"--min-lr {self.learning_rate / 10} --lr-decay-style cosine --lr-warmup-iters 5 "
-            "--weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 --log-interval 1 --num-workers 0 --seed 7"
+            "--tokenizer-type HuggingFaceTokenizer --make-vocab-size-divisible-by 128"
         ).split()
 
 
 SIZES = {
     "full": Size(
-        corpus_bytes=3_000_000,
-        vocab_size=2048,
+        corpus_bytes=2_500_000,
+        vocab_size=512,
         layers=3,
         hidden=128,
         ffn=384,
         heads=4,
         key_value_heads=2,
-        sequence_length=1024,
-        micro_batches=4,
-        iterations=90,
+        sequence_length=256,
+        block_size=8,
+        autoregressive=Training(iterations=160, samples=8, micro_batch=4, evaluate_every=40, learning_rate=8e-3),
+        diffusion=Training(iterations=60, samples=8, micro_batch=8, evaluate_every=15, learning_rate=4e-3),
         parity_iterations=10,
-        evaluate_every=40,
-        learning_rate=4e-3,
+        new_tokens=96,
+        largest_share=0.9,
     ),
     "quick": Size(
         corpus_bytes=300_000,
-        vocab_size=512,
+        vocab_size=384,
         layers=2,
         hidden=64,
         ffn=128,
         heads=4,
         key_value_heads=2,
-        sequence_length=256,
-        micro_batches=2,
-        iterations=20,
+        sequence_length=128,
+        block_size=8,
+        autoregressive=Training(iterations=60, samples=8, micro_batch=4, evaluate_every=30, learning_rate=1e-2),
+        diffusion=Training(iterations=20, samples=8, micro_batch=8, evaluate_every=10, learning_rate=1e-2),
         parity_iterations=4,
-        evaluate_every=12,
-        learning_rate=1e-2,
+        new_tokens=16,
+        largest_share=1.1,
     ),
 }
 

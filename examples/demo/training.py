@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?lm loss: (\S+) \|.*?grad norm: (\S+) \|")
-_EVALUATION = re.compile(r"validation\S* loss at iteration (\d+).*?nelbo value: (\S+) \|")
+_EVALUATION = re.compile(r"validation\S* loss at iteration (\d+)(.*)")
+_EVALUATED = re.compile(r"\| ([a-z ]+) value: (\S+)")
 _OWN_ERROR = re.compile(r"megatron_csbp: (rank \d+: )?error: ")
 _TORCHRUN = "torch/distributed/elastic/"
 _SAID_SECONDS = 2.0
@@ -40,14 +41,15 @@ class RunRecord:
     Attributes:
         losses: `lm loss` by iteration, with all the digits that Megatron logs.
         grad_norms: `grad norm` by iteration.
-        nelbos: validation NELBO by iteration, in nats for each token.
+        validation: validation loss by iteration, in nats for each token: of masked tokens, or of
+            next tokens in an autoregressive run.
         traffic: the start summary's line about attention traffic.
         seconds: wall-clock time of the whole run.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
     grad_norms: dict[int, float] = field(default_factory=dict)
-    nelbos: dict[int, float] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
     traffic: str = ""
     seconds: float = 0.0
 
@@ -57,7 +59,8 @@ class RunRecord:
             self.losses[int(match[1])] = float(match[2])
             self.grad_norms[int(match[1])] = float(match[3])
         elif match := _EVALUATION.search(line):
-            self.nelbos[int(match[1])] = float(match[2])
+            losses = {name: float(value) for name, value in _EVALUATED.findall(match[2])}
+            self.validation[int(match[1])] = losses.get("nelbo", losses["lm loss"])
         elif "attention traffic per layer" in line:
             self.traffic = line.strip()
             return False
@@ -107,6 +110,26 @@ def train(
     return record
 
 
+def run_command(command: Sequence[str], threads: int, log: Path) -> str:
+    """Run a command to its end; return its standard output.
+
+    Args:
+        command: words.
+        threads: CPU threads.
+        log: file for its standard error.
+
+    Raises:
+        DemoError: it failed; the message holds the end of the log.
+    """
+    log.with_suffix(".sh").write_text(f"OMP_NUM_THREADS={threads} {shlex.join(command)}\n")
+    variables = os.environ | _CALM_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
+    with log.open("w") as file:
+        run = subprocess.run(command, stdout=subprocess.PIPE, stderr=file, text=True, env=variables, check=False)
+    if run.returncode:
+        raise DemoError(f"{log.with_suffix('.sh')} failed with exit status {run.returncode}.\n{_tail(log)}")
+    return run.stdout
+
+
 @dataclass
 class _Progress:
     """Shows a run: an iteration every few seconds, and each evaluation."""
@@ -119,11 +142,9 @@ class _Progress:
     def show(self, record: RunRecord) -> None:
         """Say what is new in a record."""
         now, iteration = time.monotonic(), max(record.losses, default=0)
-        if len(record.nelbos) > self.evaluations:
-            self.evaluations = len(record.nelbos)
-            print(
-                f"  validation at iteration {iteration}: NELBO {record.nelbos[iteration]:.4f} nats/token", flush=True
-            )
+        if len(record.validation) > self.evaluations:
+            self.evaluations = len(record.validation)
+            print(f"  validation at iteration {iteration}: {record.validation[iteration]:.4f} nats/token", flush=True)
         elif iteration == 1:
             self.first_ended = now
         elif iteration == self.num_iterations or now - self.said >= _SAID_SECONDS:

@@ -12,6 +12,7 @@ from argparse import Namespace
 from megatron_csbp.configuration.file_rules import check_folders, check_ledger, check_tokenizer_folder
 from megatron_csbp.configuration.model_rules import check_heads, check_recomputation, check_world_size
 from megatron_csbp.configuration.objective_flags import check_objective, num_views
+from megatron_csbp.configuration.packing_rules import check_packing
 from megatron_csbp.configuration.performance_arguments import check_head_groups, check_loss_chunk_rows
 from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 from megatron_csbp.transformer.geometry.scheme import length_error, required_multiple, resolve_scheme
@@ -21,6 +22,10 @@ _OWN_FLAGS = (
     "--context-scheme",
     "--corrupted-views",
     "--window-anchor",
+    "--pack-documents",
+    "--loss-on",
+    "--long-documents",
+    "--csbp-all-blocks",
     "--diffusion-objective",
     "--clean-attention",
     "--diffusion-loss-weight",
@@ -77,6 +82,7 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
     ):
         rule(args)
     check_dropout(args, given)
+    check_packing(args, given)
 
 
 def check_no_flag_without_block_size(args: Namespace, given: frozenset[str]) -> None:

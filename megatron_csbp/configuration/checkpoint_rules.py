@@ -33,7 +33,10 @@ _FIXED = (
     "eod_mask_loss",
     "seed",
     "query_scale_beta",
+    "corrupted_views",
 )
+_BEFORE_ITS_FLAG = {"corrupted_views": 1}
+"""What a run did before there was a flag; None in all other cases."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def _check_noise_and_loss(args: Namespace, saved: Namespace, source: str, flags:
             "or --finetune to start a plain run from these weights."
         )
     for name in _FIXED:
-        before, now = getattr(saved, name, None), getattr(args, name)
+        before, now = getattr(saved, name, _BEFORE_ITS_FLAG.get(name)), getattr(args, name)
         if before != now:
             differs, use = flags.difference(name, before, now)
             raise ValueError(

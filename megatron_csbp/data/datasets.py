@@ -6,11 +6,13 @@ Shapes: S local rows of a rank, B micro-batch.
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.utils import Split
@@ -20,7 +22,10 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from megatron_csbp import megatron_compat
+from megatron_csbp.data.active_blocks import active_blocks
 from megatron_csbp.data.dual_end_sampler import DualEndSampler
+from megatron_csbp.data.packed_dataset import PackedDataset, PackedDatasetConfig
+from megatron_csbp.data.packed_sampler import PackedSampler
 from megatron_csbp.objectives.interface import Objective
 from megatron_csbp.objectives.noise import SampleNoise
 from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, PlanKey, layer_plans
@@ -64,8 +69,10 @@ class BlockDiffusionDataset(RandomSeedDataset):
         objective: the training objective.
         seed: seed of the training noise.
         padded_vocab_size: token ids must be below this.
-        sample_of: the geometry of a sample by its index; None where all have that of `plans`.
-        plan_keys: masks to plan for, where `sample_of` is given.
+        sample_of: the geometry of a sample by its index; None where all have that of `plans`, and for packed documents,
+            which have their own.
+        plan_keys: masks to plan for, where samples have geometries of their own.
+        all_blocks: whether blocks of packed documents have corrupted rows even if none of them carries loss.
     """
 
     def __init__(
@@ -78,9 +85,15 @@ class BlockDiffusionDataset(RandomSeedDataset):
         padded_vocab_size: int,
         sample_of: SampleOf | None = None,
         plan_keys: Sequence[PlanKey] = (),
+        all_blocks: bool = False,
     ) -> None:
         super().__init__(dataset, seed)
-        self.sampler = DualEndSampler(dataset, plans.rows.sample.length, padded_vocab_size)
+        self.sampler: DualEndSampler | PackedSampler
+        if is_packed(dataset):
+            self.sampler = PackedSampler(dataset, padded_vocab_size)
+        else:
+            self.sampler = DualEndSampler(dataset, plans.rows.sample.length, padded_vocab_size)
+        self._all_blocks = all_blocks
         self.objective = objective
         # The stock loader reads `split` to choose evaluation's batch sizes.
         self.split: Split = dataset.split if hasattr(dataset, "split") else dataset.index_split
@@ -105,10 +118,13 @@ class BlockDiffusionDataset(RandomSeedDataset):
 
     def plans(self, sample_index: int) -> LayerPlans:
         """Return rows and plans of a sample."""
-        if self._sample_of is None:
-            return self._static_plans
         static = self._static_plans.rows
-        sample = self._sample_of(sample_index)
+        if isinstance(self.sampler, PackedSampler):
+            sample = self._packed_sample(self.sampler, sample_index)
+        elif self._sample_of is not None:
+            sample = self._sample_of(sample_index)
+        else:
+            return self._static_plans
         if (sample.length, sample.block_size, sample.num_views) != (
             static.sample.length,
             static.sample.block_size,
@@ -120,6 +136,19 @@ class BlockDiffusionDataset(RandomSeedDataset):
                 f"{static.sample.length}, {static.sample.block_size} and {static.sample.num_views}."
             )
         return layer_plans(sample, static.sharding, static.rank).prepare(self._plan_keys)
+
+    def _packed_sample(self, sampler: PackedSampler, sample_index: int) -> Sample:
+        static = self._static_plans.rows.sample
+        sample = replace(static, documents=sampler.documents(sample_index))
+        if self._all_blocks:
+            return sample
+        supervised, noises = sampler.supervised(sample_index), self.noises(sample_index)
+        return replace(sample, active=active_blocks(self.objective, sample, supervised, noises))
+
+    @property
+    def has_own_plans(self) -> bool:
+        """Whether each sample has plans of its own."""
+        return self._sample_of is not None or isinstance(self.sampler, PackedSampler)
 
     def __getitem__(self, idx: int | None) -> dict[str, Any]:
         """Return one sample's rows; for None, as in Megatron's datasets, rows without loss that fill a batch."""
@@ -136,7 +165,7 @@ class BlockDiffusionDataset(RandomSeedDataset):
             "num_tokens": torch.tensor(rows.num_tokens),
             "num_supervised": torch.tensor(rows.num_supervised),
         }
-        return item if self._sample_of is None else item | {"plans": plans}
+        return item | {"plans": plans} if self.has_own_plans else item
 
 
 def _only_plans(batch: list[LayerPlans], **unused: Any) -> LayerPlans:
@@ -156,6 +185,12 @@ default_collate_fn_map[LayerPlans] = _only_plans
 def without_loss(item: dict[str, Any]) -> dict[str, Any]:
     """Return an item that counts for nothing: no row of it carries loss, and it adds 0 to every denominator."""
     return item | {key: torch.zeros_like(item[key]) for key in ("loss_weights", "num_tokens", "num_supervised")}
+
+
+def is_packed(dataset: Any) -> bool:
+    """Return whether a dataset, or each part of a blend, is of packed documents."""
+    parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+    return all(isinstance(part, PackedDataset) for part in parts)
 
 
 def build_train_valid_test_datasets(
@@ -189,8 +224,8 @@ def build_train_valid_test_datasets(
         ValueError: a flag is set that samples cannot be built for.
     """
     config = dataset_config(args)
-    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
-    on_every_stage = sample_of is not None
+    dataset_class: Any = MockGPTDataset if args.mock_data else PackedDataset if args.pack_documents else GPTDataset
+    on_every_stage = sample_of is not None or args.pack_documents
     is_built = is_built or partial(megatron_compat.rank_loads_data, vp_stage, on_every_stage=on_every_stage)
     splits = BlendedMegatronDatasetBuilder(dataset_class, list(num_samples), is_built, config).build()
 
@@ -207,6 +242,7 @@ def build_train_valid_test_datasets(
             padded_vocab_size=args.padded_vocab_size,
             sample_of=sample_of,
             plan_keys=plan_keys,
+            all_blocks=args.csbp_all_blocks,
         )
 
     train, valid, test = (wrap(dataset) for dataset in splits)
@@ -219,7 +255,12 @@ def dataset_config(args: Any) -> GPTDatasetConfig:
     sequences_per_dataset = None
     if args.per_dataset_sequences_path is not None:
         sequences_per_dataset = json.loads(Path(args.per_dataset_sequences_path).read_text(encoding="utf-8"))
-    return GPTDatasetConfig(
+    config_class: Any = GPTDatasetConfig
+    packing = {}
+    if args.pack_documents:
+        config_class = PackedDatasetConfig
+        packing = {name: getattr(args, name) for name in ("diffusion_block_size", "loss_on", "long_documents")}
+    config: GPTDatasetConfig = config_class(
         random_seed=args.seed,
         sequence_length=args.clean_seq_length,
         blend=blend,
@@ -230,4 +271,6 @@ def dataset_config(args: Any) -> GPTDatasetConfig:
         create_attention_mask=False,
         sequences_per_dataset=sequences_per_dataset,
         **{field: getattr(args, name) for field, name in _DATASET_FIELDS.items()},
+        **packing,
     )
+    return config

@@ -110,7 +110,8 @@ def train_tokenizer(
         fast.save_pretrained(str(folder))
     except OSError as error:
         raise ValueError(f"--output {folder} cannot be written: {error}. Choose a writable place.") from error
-    mask_token_id: int = tokenizer.token_to_id(mask_token)
+    mask_token_id = tokenizer.token_to_id(mask_token)
+    assert mask_token_id is not None, "it was given to the trainer"
     return tokenizer.get_vocab_size(), mask_token_id
 
 

@@ -20,6 +20,7 @@ from megatron_csbp.objectives.interface import (
     Reports,
     block_values,
     masked_rows,
+    num_supervised_tokens,
     ratio,
 )
 from megatron_csbp.objectives.noise import SampleNoise
@@ -61,7 +62,7 @@ class BlockDiffusionObjective(Objective):
         times = block_values(noise_times(levels, self.config.noise_eps), rows)
         is_masked = masked_rows(clean, noises, rows, self.schedule.move_chance(times))
         weights = np.where(is_masked, self.schedule.weight(times), 0.0)
-        num_supervised = int(np.count_nonzero(clean.supervised & rows.is_corrupted))
+        num_supervised = num_supervised_tokens(clean, rows)
         return LossRows(
             tokens=np.where(is_masked, self.config.mask_token_id, clean.tokens),
             targets=clean.tokens,

@@ -86,7 +86,7 @@ class LossRows:
         targets: token to predict, int64 [S]; of no effect where the weight is 0.
         weights: weight of the row's cross-entropy, float32 [S]; 0 where the row carries no loss on this rank.
         num_tokens: this rank's part of the loss's denominator.
-        num_supervised: supervised tokens among the corrupted rows of this rank, masked or not, of all views.
+        num_supervised: supervised tokens, masked or not, once for each view; each counts on one rank.
     """
 
     tokens: IntArray
@@ -199,6 +199,15 @@ def masked_rows(
         if span.copy != CLEAN:
             draws[span.first_row : span.first_row + span.length] = noises[span.copy].uniforms(span.start, span.length)
     return (draws < move_chance) & clean.supervised & rows.is_corrupted
+
+
+def num_supervised_tokens(clean: CleanRows, rows: RankRows) -> int:
+    """Return this rank's share of the supervised tokens, each once for every view, masked or not.
+
+    Counted on clean rows: a block without a masked token need not have corrupted ones.
+    """
+    counted = clean.supervised & ~rows.is_corrupted & rows.is_counted
+    return rows.sample.num_views * int(np.count_nonzero(counted))
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:

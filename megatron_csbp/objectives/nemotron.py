@@ -24,6 +24,7 @@ from megatron_csbp.objectives.interface import (
     ObjectiveConfig,
     Reports,
     masked_rows,
+    num_supervised_tokens,
     ratio,
 )
 from megatron_csbp.objectives.noise import SampleNoise
@@ -80,7 +81,7 @@ class NemotronObjective(Objective):
             targets=np.where(rows.is_corrupted, clean.tokens, clean.next_tokens),
             weights=weights.astype(np.float32),
             num_tokens=int(np.count_nonzero(is_masked) + np.count_nonzero(is_ar)),
-            num_supervised=int(np.count_nonzero(clean.supervised & rows.is_corrupted)),
+            num_supervised=num_supervised_tokens(clean, rows),
         )
 
     def reports(self, sums: LossSums, evaluating: bool) -> Reports:

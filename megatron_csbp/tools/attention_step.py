@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_csbp.tools.flops import ModelShape
 from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
-from megatron_csbp.transformer.attention_plan import AttentionPlan
 from megatron_csbp.transformer.communication import ContextGroupExchange
+from megatron_csbp.transformer.geometry.plan import AttentionPlan
 from megatron_csbp.transformer.kernels.interface import AttentionKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 
@@ -33,14 +33,16 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         remote_bytes: bytes by operator, for example `_allgather_base_`.
     """
 
-    # Which argument holds one share of every rank.
+    # Which argument holds one share of every rank, and which says how many rows of an all-to-all come from whom.
     _SHARES: Mapping[str, int] = {"_allgather_base_": 0, "alltoall_base_": 0, "_reduce_scatter_base_": 1}
+    _COUNTS = 3
 
-    def __init__(self, group_size: int) -> None:
-        """Take the number of ranks that every collective has."""
+    def __init__(self, group_size: int, rank: int) -> None:
+        """Take the number of ranks that every collective has, and this one."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.remote_bytes: dict[str, int] = {}
         self._group_size = group_size
+        self._rank = rank
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -48,8 +50,11 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count a collective, and run whatever it is."""
         if func.namespace == "c10d":
             name = func.overloadpacket.__name__
-            payload = args[self._SHARES[name]].nbytes
-            remote = payload // self._group_size * (self._group_size - 1)
+            payload = args[self._SHARES[name]]
+            counts = args[self._COUNTS] if name == "alltoall_base_" else []
+            rows = sum(counts) or self._group_size
+            own = counts[self._rank] if counts else 1
+            remote = payload.nbytes // rows * (rows - own)
             self.remote_bytes[name] = self.remote_bytes.get(name, 0) + remote
         return func(*args, **(kwargs or {}))
 
@@ -88,12 +93,11 @@ def attention_step(
         kernel: computes one tile; PyTorch's CPU flash attention by default.
         num_head_groups: groups of heads that are exchanged and computed one after the other.
     """
-    layout = plan.layout
-    exchange = ContextGroupExchange(group) if plan.exchanged_streams else None
+    exchange = ContextGroupExchange(group) if plan.exchanges else None
     context = AttentionContext(plan, kernel or TorchCpuKernel(), shape.head_dim**-0.5, exchange, num_head_groups)
     heads = (shape.num_query_heads, shape.num_key_value_heads, shape.num_key_value_heads)
     query_SBND, key_SBKD, value_SBKD = (
-        torch.zeros(layout.num_rows, 1, n, shape.head_dim, device=device, dtype=dtype, requires_grad=True)
+        torch.zeros(plan.rows.num_rows, 1, n, shape.head_dim, device=device, dtype=dtype, requires_grad=True)
         for n in heads
     )
 
@@ -111,8 +115,9 @@ def exchanged_by_layer(plan: AttentionPlan, shape: ModelShape) -> int:
         plan: the rank's plan.
         shape: sizes of the model.
     """
-    with fake_group(plan.layout.group_size, plan.layout.rank) as group:
+    size = plan.rows.sharding.group_size
+    with fake_group(size, plan.rows.rank) as group:
         step = attention_step(plan, shape, group)
-        with CollectiveBytes(plan.layout.group_size) as collectives:
+        with CollectiveBytes(size, plan.rows.rank) as collectives:
             step()
     return sum(collectives.remote_bytes.values())

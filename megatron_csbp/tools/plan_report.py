@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_csbp.tools.plan_report`: what a training run would hold, move and compute, from the real planner.
+"""`python -m megatron_csbp.tools.plan_report`: what a run would hold, move and compute, from the real planner.
 
-Nothing runs and nothing is measured: rows, bytes, operations and balance come from the layout and the attention plan
+Nothing runs and nothing is measured: rows, bytes, operations and balance come from the attention plan
 that training uses. With `--dry-run` the exchange itself is started on empty tensors, and what its collectives carry is
 compared with the plan. Units: bytes and operations of one rank, for one training step of one sequence (forward,
 backward, all layers).
@@ -16,8 +16,12 @@ from pathlib import Path
 
 from megatron_csbp.reporting.attention_model import Heads, tile_report
 from megatron_csbp.tools.flops import ModelShape, assignment_speedup, attention_work
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout
+from megatron_csbp.transformer.geometry.layer_plans import rank_rows
+from megatron_csbp.transformer.geometry.plan import AttentionPlan, plan_attention
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
+from megatron_csbp.transformer.geometry.transfers import row_bytes
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
 
 _NEMOTRON = ModelShape(
     num_layers=26,
@@ -91,44 +95,39 @@ def plan_row(
     """
     shape = MODELS[model]
     started = time.perf_counter()
-    layout = sequence_layout(scheme, sequence_length, group_size, block_size)
-    plan = AttentionPlan(layout, clean_attention)
+    plan = last_rank_plan(scheme, sequence_length, group_size, block_size, clean_attention)
     assert plan.num_pairs, "every rank computes something"
     plan_seconds = time.perf_counter() - started
-    work = attention_work(layout, clean_attention)
+    sample, sharding = plan.rows.sample, plan.rows.sharding
+    work = attention_work(sample, sharding, plan.mask)
     return PlanRow(
         model=model,
         sequence_length=sequence_length,
         group_size=group_size,
         scheme=scheme,
-        rows=layout.num_rows,
+        rows=plan.rows.num_rows,
         remote_bytes=shape.num_layers * EXCHANGES * exchanged_bytes(plan, shape),
         attention_flops=shape.num_layers * max(work.pairs) * shape.attention_flops_per_pair,
-        linear_flops=shape.num_layers * layout.num_rows * shape.layer_flops_per_row,
+        linear_flops=shape.num_layers * plan.rows.num_rows * shape.layer_flops_per_row,
         imbalance=work.imbalance,
         executed_ratio=work.executed_ratio,
-        dual_end_speedup=assignment_speedup(layout, clean_attention),
+        dual_end_speedup=assignment_speedup(sample, sharding, plan.mask),
         plan_seconds=plan_seconds,
     )
 
 
-def sequence_layout(scheme: Scheme, sequence_length: int, group_size: int, block_size: int) -> SequenceLayout:
-    """Return the layout of the last rank; see `plan_row`."""
-    return SequenceLayout(
-        sequence_length=sequence_length,
-        block_size=block_size,
-        group_size=group_size,
-        rank=group_size - 1,
-        scheme=scheme,
-    )
+def last_rank_plan(
+    scheme: Scheme, sequence_length: int, group_size: int, block_size: int, clean_attention: CleanAttention
+) -> AttentionPlan:
+    """Return the plan of the last rank, made anew; see `plan_row`."""
+    sample, sharding = Sample(sequence_length, block_size), Sharding(group_size, scheme)
+    return plan_attention(rank_rows(sample, sharding, group_size - 1), Mask(clean_attention))
 
 
 def exchanged_bytes(plan: AttentionPlan, shape: ModelShape, itemsize: int = _BF16_BYTES) -> int:
     """Return the bytes from other ranks of one exchange of every copy that the plan exchanges, in one layer."""
-    return sum(
-        plan.remote_bytes(stream, shape.num_key_value_heads, shape.head_dim, itemsize)
-        for stream in plan.exchanged_streams
-    )
+    per_row = row_bytes(shape.num_key_value_heads, shape.head_dim, itemsize)
+    return sum(transfer.gather_bytes(per_row) for _, transfer in plan.transfers)
 
 
 def plan_rows(
@@ -260,9 +259,7 @@ def _compare_with_dry_run(rows: Sequence[PlanRow], block_size: int, clean_attent
 
     for row in rows:
         shape = MODELS[row.model]
-        plan = AttentionPlan(
-            sequence_layout(row.scheme, row.sequence_length, row.group_size, block_size), clean_attention
-        )
+        plan = last_rank_plan(row.scheme, row.sequence_length, row.group_size, block_size, clean_attention)
         carried = shape.num_layers * exchanged_by_layer(plan, shape)
         if carried != row.remote_bytes:
             raise SystemExit(f"{row}: the collectives carry {carried} bytes, not the planned {row.remote_bytes}")

@@ -21,7 +21,7 @@ from megatron_csbp.transformer.attention import AttentionContext, block_diffusio
 from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.corrupted_rows import corrupted_rows
 from megatron_csbp.transformer.device_arrays import on_device
-from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, PlanKey, layer_plans
+from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, layer_plans
 from megatron_csbp.transformer.geometry.plan import AttentionPlan
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import Sharding
@@ -74,13 +74,6 @@ class BlockDiffusionSettings:
             layer_number: number of the layer, from 1.
         """
         return Mask(self.clean_attention, megatron_compat.layer_window(config, layer_number), self.window_anchor)
-
-    def plan_keys(self, config: TransformerConfig) -> tuple[PlanKey, ...]:
-        """Return the masks of the model's layers, and that of a last layer without clean queries."""
-        masks = dict.fromkeys((self.mask(config, number), True) for number in range(1, config.num_layers + 1))
-        if self.last_layer_drops_clean_rows:
-            masks[self.mask(config, config.num_layers), False] = None
-        return tuple(masks)
 
 
 class CSBPCoreAttention(MegatronModule):

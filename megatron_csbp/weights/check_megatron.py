@@ -32,7 +32,7 @@ def megatron_logits(path: Path, arguments: Mapping[str, Any], tokens_BS: Tensor)
         tokens_BS: token ids.
     """
     # Megatron's own model does not scale queries, and below the original length the scale is 1.
-    original = arguments.get("yarn_original_max_position_embeddings")
+    original: int = arguments.get("yarn_original_max_position_embeddings") or 0
     if "query_scale_beta" in arguments and tokens_BS.shape[1] > original:
         raise ValueError(
             f"--prompt: {tokens_BS.shape[1]} tokens are too many, since queries of this model are scaled from "

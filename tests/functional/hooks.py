@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from megatron.core.transformer.mlp import MLP
 
-from megatron_csbp import forward_step, megatron_checkpoints, training_setup
+from megatron_csbp import arguments, forward_step, megatron_checkpoints, training_setup
 from megatron_csbp.objectives import block_diffusion, nemotron
 from megatron_csbp.objectives.interface import BoolArray, CleanRows, FloatArray
 from megatron_csbp.objectives.noise import SampleNoise
 from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.sample import Sample, packed_documents
 
 
 def mask_nothing_on_the_last_rank() -> None:
@@ -50,6 +51,26 @@ def nan_from_the_third_iteration() -> None:
     """Make the last rank's loss NaN."""
     if is_last_rank():
         _at_micro_batch(3, lambda weights_BS: weights_BS.fill_(float("nan")))
+
+
+def samples_of_documents_with_few_active_blocks() -> None:
+    """Give every sample documents of its own, and corrupted rows in about a fifth of its blocks."""
+    training_setup.sample_of_from_args = lambda args: functools.partial(
+        _sample_of_documents, arguments.static_sample(args)
+    )
+
+
+def _sample_of_documents(static: Sample, index: int) -> Sample:
+    draws = np.random.default_rng(index)
+    lengths: list[int] = []
+    start = 0
+    while start < static.length:
+        lengths.append(int(draws.integers(1, static.length - start + 1)))
+        start += -(-lengths[-1] // static.block_size) * static.block_size
+    active = draws.random((static.num_views, static.num_blocks)) < 0.2
+    active[0, draws.integers(static.num_blocks)] = True
+    documents = packed_documents(lengths, static.block_size)
+    return Sample(static.length, static.block_size, static.num_views, documents, active)
 
 
 def is_last_rank() -> bool:
@@ -116,3 +137,9 @@ def forget_the_saved_biases() -> None:
         return state
 
     megatron_checkpoints.common_state = forgetful
+
+
+def forget_the_launcher() -> None:
+    """Leave what torchrun would not have set."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)

@@ -43,7 +43,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         sys.modules.pop(name)
 
 
-def test_the_demo_trains_and_shows_parity_bytes_and_results(
+def test_the_demo_converts_a_model_and_shows_parity_bytes_and_text(
     finished: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
     run, output = finished
@@ -53,13 +53,24 @@ def test_the_demo_trains_and_shows_parity_bytes_and_results(
     for scheme in ("one rank", "CP"):
         assert len(runs[scheme]["losses"]) == record["size"]["parity_iterations"]
         for iteration, loss in runs[scheme]["losses"].items():
-            assert runs["CSBP"]["losses"][iteration] == pytest.approx(loss, rel=2e-6)
-    assert len(runs["CSBP"]["losses"]) == record["size"]["iterations"]
+            assert runs["converted"]["losses"][iteration] == pytest.approx(loss, rel=2e-6)
+    for name, training in (
+        ("autoregressive", "autoregressive"),
+        ("converted", "diffusion"),
+        ("from scratch", "diffusion"),
+    ):
+        iterations = record["size"][training]["iterations"]
+        assert len(runs[name]["losses"]) == iterations
+        assert str(iterations) in runs[name]["validation"]
+    converted, scratch = (min(runs[name]["validation"].values()) for name in ("converted", "from scratch"))
+    assert converted < record["size"]["largest_share"] * record["entropy of single tokens"]
+    assert converted < scratch
     moved = {scheme: numbers["measured"] for scheme, numbers in record["bytes per layer"].items()}
     assert moved["CP"] == 2 * moved["CSBP"] > 0
-    assert runs["CSBP"]["nelbos"]["20"] < runs["CSBP"]["losses"]["1"]
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert (output / "checkpoint" / "latest_checkpointed_iteration.txt").read_text() == "20"
+    assert record["text"].startswith("import os")
+    assert len(record["text"]) > 1 + len("import os\nimport sys\n\n\nclass Reader:")
+    assert "| import os" in run.stdout
 
 
 def test_the_demo_starts_clean(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
@@ -69,10 +80,10 @@ def test_the_demo_starts_clean(finished: tuple[subprocess.CompletedProcess[str],
 
 def test_the_demo_keeps_megatrons_log_to_files(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     run, output = finished
-    assert "elapsed time per iteration" in (output / "csbp.log").read_text()
+    assert "elapsed time per iteration" in (output / "converted.log").read_text()
     assert "elapsed time per iteration" not in run.stdout
     assert "iteration  20/20" in run.stdout
-    assert len(run.stdout.splitlines()) < 80
+    assert len(run.stdout.splitlines()) < 100
 
 
 def test_the_demo_does_not_empty_a_folder_that_it_did_not_make(tmp_path: Path) -> None:
@@ -86,13 +97,14 @@ def test_the_demo_does_not_empty_a_folder_that_it_did_not_make(tmp_path: Path) -
 def test_a_curve_that_differs_fails(report: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     training, sizes = sys.modules["training"], sys.modules["sizes"]
     losses = {1: 7.0, 2: 6.5, 3: 6.0}
-    csbp = training.RunRecord(losses=losses, nelbos={3: 6.1})
+    csbp = training.RunRecord(losses=losses, validation={3: 3.1})
     off = training.RunRecord(losses={1: 7.0, 2: 6.5 * (1 + 3e-6)})
     missing = training.RunRecord(losses={4: 5.9})
     traffic = {"CSBP": report.Traffic(10, 10), "CP": report.Traffic(20, 21)}
     parity = {"one rank": report.compare(off, csbp), "CP": report.compare(missing, csbp)}
+    runs = {"converted": csbp, "from scratch": training.RunRecord(validation={3: 3.2})}
     assert report.compare(csbp, csbp).holds
-    failures = report.print_summary(sizes.SIZES["quick"], csbp, parity, traffic, sizes.PAPER_CASE)
+    failures = report.print_summary(sizes.SIZES["quick"], runs, 5.0, parity, traffic, sizes.PAPER_CASE)
     assert [failure.split(":")[0] for failure in failures] == [
         "the losses of CSBP and of one rank differ by more than 2e-06",
         "the losses of CSBP and of CP differ by more than 2e-06",
@@ -101,11 +113,29 @@ def test_a_curve_that_differs_fails(report: ModuleType, capsys: pytest.CaptureFi
     assert "DIFFER" in capsys.readouterr().out
 
 
-def test_a_loss_that_does_not_fall_fails(report: ModuleType) -> None:
+@pytest.mark.parametrize(
+    "converted, scratch, failures",
+    [
+        ({9: 4.0}, {9: 4.5}, []),
+        (
+            {9: 4.6},
+            {9: 4.7},
+            ["the converted model does not use context: loss 4.600, of single tokens 5.000"],
+        ),
+        ({9: 4.0}, {9: 3.9}, ["converting did not help: loss 4.000, from scratch 3.900"]),
+        ({}, {9: 3.9}, ["no evaluation in the log of converted"]),
+    ],
+    ids=["both", "no better than single tokens", "no better than from scratch", "never evaluated"],
+)
+def test_a_model_that_has_not_learnt_fails(
+    converted: dict[int, float], scratch: dict[int, float], failures: list[str], report: ModuleType
+) -> None:
     training, sizes = sys.modules["training"], sys.modules["sizes"]
-    flat = training.RunRecord(losses=dict.fromkeys(range(1, 21), 7.0))
-    failures = report.print_summary(sizes.SIZES["quick"], flat, {}, {}, sizes.PAPER_CASE)
-    assert failures == ["the loss did not fall clearly: 7.000 -> 7.000", "no evaluation in the log"]
+    runs = {
+        "converted": training.RunRecord(validation=converted),
+        "from scratch": training.RunRecord(validation=scratch),
+    }
+    assert report.print_summary(sizes.SIZES["full"], runs, 5.0, {}, {}, sizes.PAPER_CASE) == failures
 
 
 RANK_0_REFUSES = "megatron_csbp: rank 0: error: --seq-length 72 must be a multiple of 32."

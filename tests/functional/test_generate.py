@@ -14,7 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.functional.model_flags import BLOCK_DIFFUSION, MOE, NEMOTRON, TIED, TP2, UNTIED_MQA, iterations, words
+from tests.functional.model_flags import (
+    BLOCK_DIFFUSION,
+    BLOCKS,
+    MOE,
+    NEMOTRON,
+    TIED,
+    TP2,
+    UNTIED_MQA,
+    iterations,
+    words,
+)
 from tests.support.generation_probe import generate
 from tests.support.megatron_run import ROOT, Ranks, environment
 from tests.support.model_probe import probe
@@ -30,7 +40,10 @@ MODELS = {
     "nemotron": [*TIED, *NEMOTRON, *YARN, "--qk-layernorm"],
     "block-diffusion": [*UNTIED_MQA, *BLOCK_DIFFUSION, *words("--position-embedding-type learned_absolute")],
     "moe": [*MOE, *NEMOTRON],
+    "fast-dllm-v2": [*UNTIED_MQA, *BLOCKS, *words("--diffusion-objective fast-dllm-v2")],
 }
+READ_BY = {"fast-dllm-v2": [*UNTIED_MQA, *BLOCK_DIFFUSION]}
+"""Flags of the same model with one corrupted copy, which is what one block at a time is."""
 
 
 class Trained:
@@ -75,7 +88,8 @@ def dense_logits(ranks: Ranks, checkpoint: Path, model: str, folder: Path, facts
             clean.append(whole)
             corrupted.append([*whole[:start], *entry["tokens"], *[MASK] * LENGTH][:LENGTH])
     folder.mkdir()
-    flags = [*MODELS[model], *iterations(1), *words(f"--load {checkpoint} --finetune --no-load-optim")]
+    flags = READ_BY.get(model, MODELS[model])
+    flags = [*flags, *iterations(1), *words(f"--load {checkpoint} --finetune --no-load-optim")]
     logits = probe(ranks, folder, flags, torch.tensor(clean), torch.tensor(corrupted), load=True)
     return list(logits.corrupted)
 
@@ -98,18 +112,17 @@ def by_the_rule(logits_RV: Tensor, threshold: float) -> tuple[list[int], list[bo
 @pytest.mark.parametrize(
     "model, shifts, threshold",
     [
-        ("nemotron", False, 0.012),
-        ("block-diffusion", False, 0.012),
-        ("block-diffusion", True, 0.012),
+        ("nemotron", False, 0.007),
+        ("block-diffusion", False, 0.007),
+        ("fast-dllm-v2", True, 0.007),
         ("moe", False, 2.0),
     ],
-    ids=["nemotron", "block-diffusion", "block-diffusion, shifted", "moe"],
+    ids=["nemotron", "block-diffusion", "fast-dllm-v2, shifted", "moe"],
 )
 def test_blocks_are_those_of_an_uncached_dense_decoder(
     model: str, shifts: bool, threshold: float, ranks: Ranks, trained: Trained, tmp_path: Path
 ) -> None:
-    flags = f"--confidence-threshold {threshold}" + (" --token-shift" if shifts else "")
-    (facts,) = write(ranks, trained[model], tmp_path / "cached", flags)
+    (facts,) = write(ranks, trained[model], tmp_path / "cached", f"--confidence-threshold {threshold}")
     dense = iter(dense_logits(ranks, trained[model], model, tmp_path / "dense", facts))
     kept_at_once = 0
     for text, passes in zip(texts(facts), facts["passes"], strict=True):
@@ -151,7 +164,7 @@ def test_autoregression_is_that_of_an_uncached_dense_model(ranks: Ranks, trained
             assert text[last + 1] == int(logits_LV[last, :VOCAB].argmax())
 
 
-@pytest.mark.parametrize("flags", ["--confidence-threshold 0.012", "--steps-per-block 3 --temperature 1.3 --seed 5"])
+@pytest.mark.parametrize("flags", ["--confidence-threshold 0.007", "--steps-per-block 3 --temperature 1.3 --seed 5"])
 def test_two_tensor_parallel_ranks_write_what_one_writes(
     flags: str, ranks: Ranks, trained: Trained, tmp_path: Path
 ) -> None:

@@ -44,7 +44,12 @@ MODELS = {
     "block-diffusion": [*UNTIED_MQA, *BLOCK_DIFFUSION],
     "deep": [*DEEP, *BLOCK_DIFFUSION, "--clean-attention", "token-causal"],
     "moe": [*MOE, *NEMOTRON],
+    "windows": [*DEEP, *NEMOTRON, *words("--window-size 14,0 --window-attn-skip-freq 4")],
+    "two views": [*TIED, *NEMOTRON, "--corrupted-views", "2"],
+    "documents": [*DEEP, *BLOCK_DIFFUSION, *words("--window-size 14,0 --window-attn-skip-freq 4")],
 }
+"""The windows of 15 positions are no multiple of a block; every fourth layer has none."""
+HOOKS = {"documents": ["tests.functional.hooks:samples_of_documents_with_few_active_blocks"]}
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ class Topology:
 BP2 = ["--bp-size", "2"]
 CP2 = ["--context-parallel-size", "2", "--context-scheme", "cp"]
 SP = "--sequence-parallel"
+INTERLEAVED = [*PP2, "--num-layers-per-virtual-pipeline-stage", "1"]
+FULL_RECOMPUTE = words("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
 TOPOLOGIES = {
     "csbp2": Topology("nemotron", 2, CSBP2),
     "csbp2, multi-query attention": Topology("block-diffusion", 2, CSBP2),
@@ -72,9 +79,12 @@ TOPOLOGIES = {
     "tp2 x csbp2, sequence parallel": Topology("nemotron", 4, [*TP2, SP, *CSBP2]),
     "tp2 x csbp2, sequence parallel, fewer kv heads than tp": Topology("block-diffusion", 4, [*TP2, SP, *CSBP2]),
     "tp2 x pure bp2, sequence parallel": Topology("nemotron", 4, [*TP2, SP, *BP2]),
+    "pp2 x csbp2, a stage without layers": Topology(
+        "nemotron", 4, [*CSBP2, *PP2, *words("--pipeline-model-parallel-layout Ett|L")]
+    ),
     "pp2 x csbp2": Topology("nemotron", 4, [*PP2, *CSBP2]),
     "pp2 x pure bp2": Topology("block-diffusion", 4, [*PP2, *BP2]),
-    "interleaved pp2 x csbp2": Topology("deep", 4, [*PP2, *CSBP2, "--num-layers-per-virtual-pipeline-stage", "1"]),
+    "interleaved pp2 x csbp2": Topology("deep", 4, [*INTERLEAVED, *CSBP2]),
     "ep2 x csbp2": Topology("moe", 4, [*CSBP2, "--expert-model-parallel-size", "2"]),
     "one micro-batch": Topology("block-diffusion", 1, ["--micro-batch-size", "4"]),
     "csbp2, four micro-batches": Topology("block-diffusion", 2, [*CSBP2, "--micro-batch-size", "1"]),
@@ -84,7 +94,7 @@ TOPOLOGIES = {
         [
             *CSBP2,
             *words("--csbp-head-groups 2 --csbp-loss-chunk-rows 7 --csbp-grad-reduce-dtype fp32"),
-            *words("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+            *FULL_RECOMPUTE,
         ],
     ),
     "tp2 x cp2, sequence parallel, loss in chunks": Topology(
@@ -92,11 +102,17 @@ TOPOLOGIES = {
     ),
     "csbp2, contiguous": Topology("block-diffusion", 2, [*CSBP2, "--block-assignment", "contiguous"]),
     "csbp2, selective recompute": Topology("block-diffusion", 2, [*CSBP2, "--recompute-granularity", "selective"]),
-    "csbp2, full recompute": Topology(
-        "nemotron",
-        2,
-        [*CSBP2, *words("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")],
-    ),
+    "csbp2, full recompute": Topology("nemotron", 2, [*CSBP2, *FULL_RECOMPUTE]),
+    "csbp4, windows, head groups": Topology("windows", 4, [*CSBP4, "--csbp-head-groups", "2"]),
+    "cp2, windows, full recompute": Topology("windows", 2, [*CP2, *FULL_RECOMPUTE]),
+    "csbp2, two views": Topology("two views", 2, CSBP2),
+    "tp2 x pure bp2, sequence parallel, two views": Topology("two views", 4, [*TP2, SP, *BP2]),
+    "cp2, two views": Topology("two views", 2, CP2),
+    "csbp2, documents": Topology("documents", 2, CSBP2),
+    "pure bp2, documents": Topology("documents", 2, BP2),
+    "pp2 x csbp2, documents, full recompute": Topology("documents", 4, [*PP2, *CSBP2, *FULL_RECOMPUTE]),
+    "interleaved pp2, documents": Topology("documents", 2, INTERLEAVED),
+    "tp2 x csbp2, sequence parallel, documents": Topology("documents", 4, [*TP2, SP, *CSBP2]),
 }
 
 
@@ -114,8 +130,8 @@ def load(checkpoint: Path) -> list[str]:
     return ["--load", str(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng"]
 
 
-def train(ranks: Ranks, flags: list[str], world_size: int = 1) -> Finished:
-    return ranks.train([*flags, *iterations(ITERATIONS, evaluate=True)], world_size).check()
+def train(ranks: Ranks, flags: list[str], world_size: int = 1, hooks: Sequence[str] = ()) -> Finished:
+    return ranks.train([*flags, *iterations(ITERATIONS, evaluate=True)], world_size, hooks=hooks).check()
 
 
 def gradients(
@@ -135,15 +151,15 @@ def start_of(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
     def start(model: str) -> Start:
         if model not in known:
-            folder, flags = tmp_path_factory.mktemp("start"), MODELS[model]
-            ranks.train([*flags, *iterations(1), "--save", str(folder / "checkpoint")]).check()
+            folder, flags, hooks = tmp_path_factory.mktemp("start"), MODELS[model], HOOKS.get(model, [])
+            ranks.train([*flags, *iterations(1), "--save", str(folder / "checkpoint")], hooks=hooks).check()
             flags = [*flags, *load(folder / "checkpoint")]
             before = load_parameters(folder / "checkpoint", 1)
             known[model] = Start(
                 folder / "checkpoint",
                 before,
-                train(ranks, flags),
-                gradients(ranks, flags, before, folder / "gradients"),
+                train(ranks, flags, hooks=hooks),
+                gradients(ranks, flags, before, folder / "gradients", hooks=hooks),
             )
         return known[model]
 
@@ -155,12 +171,13 @@ def test_trains_like_one_rank(name: str, ranks: Ranks, start_of: Callable[[str],
     topology = TOPOLOGIES[name]
     start = start_of(topology.model)
     flags = [*MODELS[topology.model], *topology.flags, *load(start.checkpoint)]
-    run = train(ranks, flags, topology.world_size)
+    hooks = HOOKS.get(topology.model, [])
+    run = train(ranks, flags, topology.world_size, hooks)
     assert len(run.losses()) == ITERATIONS
     assert worst_difference(run.losses(), start.training.losses()) < CURVE_TOLERANCE
     assert worst_difference(run.grad_norms, start.training.grad_norms) < CURVE_TOLERANCE
     assert worst_difference(run.evaluated("nelbo"), start.training.evaluated("nelbo")) < CURVE_TOLERANCE
-    found = gradients(ranks, flags, start.parameters, tmp_path, topology.world_size)
+    found = gradients(ranks, flags, start.parameters, tmp_path, topology.world_size, hooks)
     errors = relative_errors(found, start.gradients)
     assert {name: error for name, error in errors.items() if not error < GRADIENT_TOLERANCE} == {}
 

@@ -35,17 +35,17 @@ def run(request: dict[str, Any]) -> None:
     model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     model.train(not request["evaluate"])
     batch = {name: torch.tensor(values) for name, values in request["batch"].items()}
-    positions = torch.from_numpy(arguments.sequence_layout(args, 0).positions.copy())
+    rows = arguments.static_plans(args, 0).rows
+    positions = torch.from_numpy(rows.positions.copy())
     batch["position_ids"] = positions.expand_as(batch["tokens"]).contiguous()
     step = training_setup.forward_step_from_args(args)
-    loads = mpu.get_tensor_model_parallel_rank() == 0
-    output, loss_function = step(iter([batch]) if loads else None, model)
+    output, loss_function = step(iter([batch]), model)
     loss, num_tokens, reports = loss_function(output)
     with torch.no_grad():
         shard_BSV = model(batch["tokens"], batch["position_ids"], None)
     shards = [torch.empty_like(shard_BSV) for _ in range(mpu.get_tensor_model_parallel_world_size())]
     dist.all_gather(shards, shard_BSV.contiguous(), group=mpu.get_tensor_model_parallel_group())
-    is_corrupted = torch.from_numpy(arguments.sequence_layout(args, 0).is_corrupted)
+    is_corrupted = torch.from_numpy(rows.is_corrupted)
     excluded = args.mask_token_id if args.diffusion_objective == "block-diffusion" else None
     by_hand = losses_by_hand(torch.cat(shards, -1).double(), batch, is_corrupted, excluded)
     if dist.get_rank() == dist.get_world_size() - 1:

@@ -73,8 +73,8 @@ def run(request: dict[str, Any]) -> None:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     rank = groups.cp.rank()
     if arguments.is_block_diffusion(args):
-        layout = arguments.sequence_layout(args, rank)
-        positions, is_corrupted = torch.from_numpy(layout.positions), torch.from_numpy(layout.is_corrupted)
+        rows = arguments.static_plans(args, rank).rows
+        positions, is_corrupted = torch.from_numpy(rows.positions), torch.from_numpy(rows.is_corrupted)
         config = training_setup.model_config_from_args(args)
         mask = None
     else:

@@ -4,7 +4,6 @@
 from argparse import Namespace
 
 import pytest
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme
 
 from megatron_csbp.arguments import (
     Change,
@@ -12,8 +11,9 @@ from megatron_csbp.arguments import (
     prepare_after_validation,
     prepare_before_validation,
     read_device,
-    sequence_layout,
+    static_plans,
 )
+from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme
 from tests.support.megatron_arguments import VALID, parse, parser
 
 
@@ -39,7 +39,7 @@ def test_short_and_long_names_are_one_flag() -> None:
     "flags, scheme, group_size",
     [
         ("", Scheme.SINGLE, 1),
-        ("--context-parallel-size 4", Scheme.CONTEXT_PARALLEL, 4),
+        ("--context-parallel-size 4 --context-scheme cp", Scheme.CONTEXT_PARALLEL, 4),
         ("--bp-size 4", Scheme.BLOCK_PARALLEL, 4),
         ("--bp-size 4 --context-parallel-size 4", Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL, 4),
     ],
@@ -101,8 +101,11 @@ def test_defaults_are_those_of_the_objective(
     [
         ("", 128),
         ("--bp-size 2 --context-parallel-size 2", 128),
-        ("--context-parallel-size 2", 128),
+        ("--context-parallel-size 2 --context-scheme cp", 128),
         ("--bp-size 2", 192),
+        ("--corrupted-views 3", 256),
+        ("--bp-size 2 --context-parallel-size 2 --corrupted-views 2", 192),
+        ("--bp-size 2 --corrupted-views 2", 256),
     ],
 )
 def test_megatron_sees_the_rows_of_the_context_group(flags: str, rows: int) -> None:
@@ -111,17 +114,16 @@ def test_megatron_sees_the_rows_of_the_context_group(flags: str, rows: int) -> N
     assert args.clean_seq_length == 64
     assert args.seq_length == rows
     assert [(change.name, change.before, change.after) for change in changes] == [("seq_length", 64, rows)]
-    layout = sequence_layout(args, rank=0)
-    assert layout.num_rows == rows // args.context_parallel_size
+    assert static_plans(args, rank=0).rows.num_rows == rows // args.context_parallel_size
 
 
-def test_the_layout_follows_the_flags() -> None:
+def test_rows_follow_the_flags() -> None:
     args, _ = prepared("--bp-size 2 --context-parallel-size 2 --block-assignment contiguous")
     prepare_after_validation(args)
-    layout = sequence_layout(args, rank=1)
-    assert (layout.rank, layout.group_size, layout.block_size) == (1, 2, 8)
-    assert layout.assignment is BlockAssignment.CONTIGUOUS
-    assert layout.scheme is Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL
+    rows = static_plans(args, rank=1).rows
+    assert (rows.rank, rows.sharding.group_size, rows.sample.block_size, rows.sample.num_views) == (1, 2, 8, 1)
+    assert rows.sharding.assignment is BlockAssignment.CONTIGUOUS
+    assert rows.sharding.scheme is Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL
 
 
 def test_without_a_block_size_nothing_changes() -> None:

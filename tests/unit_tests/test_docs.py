@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
+
+from megatron_csbp.transformer.geometry.layer_plans import layer_plans
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
+from megatron_csbp.transformer.geometry.transfers import row_bytes
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples/README.md"]
@@ -87,9 +91,9 @@ def test_quoted_messages_are_in_the_code(page: Path, heading: str) -> None:
 def test_figures_of_the_14b_model_are_the_plans() -> None:
     gibibytes = {}
     for scheme in (Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL, Scheme.CONTEXT_PARALLEL):
-        layout = SequenceLayout(sequence_length=262_144, block_size=32, group_size=8, rank=0, scheme=scheme)
-        plan = AttentionPlan(layout, CleanAttention.TOKEN_CAUSAL)
-        gibibytes[scheme] = 40 * 3 * sum(plan.remote_bytes(stream, 8, 128, 2) for stream in Stream) / 2**30
+        plan = layer_plans(Sample(262_144, 32), Sharding(8, scheme), 0).plan(Mask(CleanAttention.TOKEN_CAUSAL))
+        moved = sum(transfer.gather_bytes(row_bytes(8, 128, 2)) for _, transfer in plan.transfers)
+        gibibytes[scheme] = 40 * 3 * moved / 2**30
     csbp, cp = (f"{number:.2f} GiB" for number in gibibytes.values())
     assert (csbp, cp) == ("105.00 GiB", "210.00 GiB")
     text = " ".join(README.read_text().split())

@@ -17,7 +17,7 @@ VOCABULARY = 180
 SIZES = [*MODEL, *TRAINING, *words("--num-layers 2 --num-query-groups 2 --micro-batch-size 1 --train-iters 1")]
 SCHEMES = {
     "one rank": ([], 1),
-    "cp2": (["--context-parallel-size", "2"], 2),
+    "cp2": (["--context-parallel-size", "2", "--context-scheme", "cp"], 2),
     "pure bp2": (["--bp-size", "2"], 2),
     "csbp2": (CSBP2, 2),
 }

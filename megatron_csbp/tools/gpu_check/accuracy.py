@@ -8,9 +8,9 @@ import torch
 
 from megatron_csbp.tools.gpu_check.settings import Settings
 from megatron_csbp.tools.gpu_check.whole_group import dense_attention, group_attention, random_problem
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels import AttentionKernel
-from megatron_csbp.transformer.layout import Scheme
 
 ALLOWED_RATIO = 2.0
 

@@ -15,18 +15,21 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from megatron_csbp.tools.gpu_check.settings import Settings
 from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.communication import PendingWork
+from megatron_csbp.transformer.communication import PendingWork, Transfers
+from megatron_csbp.transformer.geometry.layer_plans import layer_plans
+from megatron_csbp.transformer.geometry.plan import AttentionPlan
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
+from megatron_csbp.transformer.geometry.tiles import KeySource, Tile
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
 from megatron_csbp.transformer.kernels import AttentionKernel
 from megatron_csbp.transformer.kernels.flex import compiled_flex_attention
 from megatron_csbp.transformer.kernels.flex_mask import local_block_mask
 from megatron_csbp.transformer.kernels.local_interface import LocalKernel
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 from megatron_csbp.transformer.softmax_merge import accumulation_dtype
-from megatron_csbp.transformer.tile import KeySource, Tile, TileKind
-from megatron_csbp.transformer.tile_executor import KeyValue, Merged, QuerySide, TileExecutor
+from megatron_csbp.transformer.tile_executor import Gradients, KeyValue, Merged, QuerySide, TileExecutor
 
-_CLEAN = CleanAttention.TOKEN_CAUSAL
+_MASK = Mask(CleanAttention.TOKEN_CAUSAL)
 # Matrix products of forward and backward: 2 and 5, each of 2 x D operations for one pair and head.
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 
@@ -83,8 +86,8 @@ def time_dense_flex(settings: Settings, length: int) -> Timing:
         length: L.
     """
     plan = _plan(settings, length, 1)
-    mask = local_block_mask(plan.layout, _CLEAN, settings.device)
-    inputs = _projections(settings, plan.layout.num_rows)
+    mask = local_block_mask(plan, settings.device)
+    inputs = _projections(settings, plan.rows.num_rows)
 
     def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query_BNSD, key_BKSD, value_BKSD = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
@@ -99,25 +102,22 @@ def time_dense_flex(settings: Settings, length: int) -> Timing:
 
 def _plan(settings: Settings, length: int, group_size: int) -> AttentionPlan:
     scheme = Scheme.SINGLE if group_size == 1 else Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL
-    layout = SequenceLayout(
-        sequence_length=length, block_size=settings.block_size, group_size=group_size, rank=0, scheme=scheme
-    )
-    return AttentionPlan(layout, _CLEAN)
+    return layer_plans(Sample(length, settings.block_size), Sharding(group_size, scheme), 0).plan(_MASK)
 
 
 def _time_tiles(kernel: AttentionKernel, settings: Settings, plan: AttentionPlan) -> Iterator[Timing]:
     """Yield the time of all tiles of each kind."""
     executor = TileExecutor(kernel, settings.timing_heads.head_dim**-0.5)
-    query, *local = _projections(settings, plan.layout.num_rows)
+    query, *local = _projections(settings, plan.rows.num_rows)
     sources = {KeySource.LOCAL: KeyValue(*local)}
-    sources[KeySource.GATHERED] = KeyValue(*_projections(settings, plan.layout.sequence_length)[1:])
+    sources[KeySource.GATHERED] = KeyValue(*_projections(settings, plan.rows.sample.length)[1:])
     dtype = accumulation_dtype(query.dtype)
     merged = Merged(torch.zeros_like(query, dtype=dtype), torch.zeros(query.shape[:3], dtype=dtype).to(query.device))
     queries = QuerySide(query, query, Merged(query, merged.lse))
     grad_query = torch.zeros_like(query, dtype=dtype)
     grads = {name: KeyValue(*(torch.zeros_like(t, dtype=dtype) for t in keys)) for name, keys in sources.items()}
-    for kind in TileKind:
-        tiles = [tile for tile in plan.tiles if tile.kind is kind]
+    for kind in dict.fromkeys(tile.kind for tile in plan.tiles):
+        tiles = [tile for tile in plan.tiles if tile.kind == kind]
 
         def forward(tiles: Sequence[Tile] = tiles) -> None:
             for tile in tiles:
@@ -125,7 +125,8 @@ def _time_tiles(kernel: AttentionKernel, settings: Settings, plan: AttentionPlan
 
         def backward(tiles: Sequence[Tile] = tiles) -> None:
             for tile in tiles:
-                executor.backward(tile, queries, sources[tile.key_source], grad_query, grads[tile.key_source])
+                own_grads = Gradients(grad_query, grads[tile.key_source])
+                executor.backward(tile, queries, sources[tile.key_source], own_grads)
 
         pairs = sum(tile.num_pairs for tile in tiles)
         times = (_median_ms(forward, settings), _median_ms(backward, settings))
@@ -134,7 +135,7 @@ def _time_tiles(kernel: AttentionKernel, settings: Settings, plan: AttentionPlan
 
 def _time_local(kernel: LocalKernel, settings: Settings, plan: AttentionPlan) -> Timing:
     """Return the time of all local tiles in one call."""
-    query, key, value = _projections(settings, plan.layout.num_rows)
+    query, key, value = _projections(settings, plan.rows.num_rows)
     scale = settings.timing_heads.head_dim**-0.5
     out, lse = kernel.forward_local(query, key, value, plan=plan, scale=scale)
 
@@ -151,10 +152,10 @@ def _time_local(kernel: LocalKernel, settings: Settings, plan: AttentionPlan) ->
 
 def _time_rank(kernel: AttentionKernel, settings: Settings, plan: AttentionPlan) -> Timing:
     """Return the time of all that one rank computes, with a network that takes no time."""
-    exchange = _Instant(settings, plan) if plan.exchanged_streams else None
+    exchange = _Instant(settings, plan) if plan.exchanges else None
     context = AttentionContext(plan, kernel, settings.timing_heads.head_dim**-0.5, exchange)
     what = "whole CSBP rank" if exchange else "whole sequence, one rank"
-    inputs = _projections(settings, plan.layout.num_rows)
+    inputs = _projections(settings, plan.rows.num_rows)
 
     def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return block_diffusion_attention(query, key, value, context)
@@ -192,21 +193,31 @@ class _Instant:
     """Stands for a network that takes no time."""
 
     def __init__(self, settings: Settings, plan: AttentionPlan) -> None:
-        self._gathered = _projections(settings, plan.layout.sequence_length)[1:]
+        self._gathered = _projections(settings, plan.rows.sample.length)[1:]
 
-    def start_gather(
-        self, tensors_SBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream
-    ) -> PendingWork[list[Tensor]]:
-        """See `KeyValueExchange.start_gather`."""
-        return PendingWork([], lambda: self._gathered)
+    def start_gathers(
+        self, tensors_SBKD: Sequence[Tensor], transfers: Transfers
+    ) -> Sequence[PendingWork[list[Tensor]]]:
+        """See `KeyValueExchange.start_gathers`."""
+        return [PendingWork([], lambda: self._gathered) for _ in transfers]
 
-    def start_reduce_scatter(
-        self, buffers_RBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream, payload_dtype: torch.dtype
-    ) -> PendingWork[list[Tensor]]:
-        """See `KeyValueExchange.start_reduce_scatter`."""
-        length = layout.chunk_length
-        scattered = [torch.stack([buffer[:length], buffer[-length:]]) for buffer in buffers_RBKD]
-        return PendingWork([], lambda: scattered)
+    def start_reduces(
+        self,
+        buffers_RBKD: Sequence[Sequence[Tensor]],
+        totals_SBKD: Sequence[Tensor],
+        transfers: Transfers,
+        payload_dtype: torch.dtype,
+    ) -> Sequence[PendingWork[None]]:
+        """See `KeyValueExchange.start_reduces`: this rank's own gradients come back, and are added."""
+        (_, transfer), (buffers,) = *transfers, buffers_RBKD
+        payloads_RBKD = [buffer.to(payload_dtype) for buffer in buffers]
+
+        def finish() -> None:
+            for total, buffer in zip(totals_SBKD, payloads_RBKD, strict=True):
+                for section, (row, length) in zip(buffer.chunk(len(transfer.parts)), transfer.parts, strict=True):
+                    total.narrow(0, row, length).add_(section[:length])
+
+        return [PendingWork([], finish)]
 
 
 def _projections(settings: Settings, rows: int) -> list[Tensor]:
@@ -277,8 +288,8 @@ def _timing(
     return Timing(
         what=what,
         backend=backend,
-        length=plan.layout.sequence_length,
-        group_size=plan.layout.group_size,
+        length=plan.rows.sample.length,
+        group_size=plan.rows.sharding.group_size,
         forward_ms=round(times[0], 3),
         backward_ms=round(times[1], 3),
         tflops=round(operations / sum(times) / 1e9, 1),

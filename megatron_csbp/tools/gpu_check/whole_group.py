@@ -15,10 +15,15 @@ from torch import Tensor
 
 from megatron_csbp.tools.gpu_check.settings import Settings
 from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention, gather_slot
-from megatron_csbp.transformer.communication import PendingWork
+from megatron_csbp.transformer.communication import PendingWork, Transfers
+from megatron_csbp.transformer.geometry.key_map import gather_slot
+from megatron_csbp.transformer.geometry.layer_plans import layer_plans
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import CopyKind, Scheme, Sharding
+from megatron_csbp.transformer.geometry.transfers import Lowering, Transfer
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, all_rows, dense_mask
 from megatron_csbp.transformer.kernels import AttentionKernel
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 from megatron_csbp.transformer.streams import Waitable, side_stream
 
 
@@ -85,22 +90,18 @@ def group_attention(
         num_head_groups: groups of heads that are exchanged and computed one after the other.
     """
     total = Result(*(torch.zeros_like(t, dtype=torch.float32) for t in (problem.query, *_inputs(problem))))
-    exchange = _OneProcess(problem, total)
+    sample, mask = Sample(problem.query.shape[0] // 2, block_size), Mask(clean)
+    exchange: _OneProcess | None = None
     for rank in range(group_size):
-        layout = SequenceLayout(
-            sequence_length=problem.query.shape[0] // 2,
-            block_size=block_size,
-            group_size=group_size,
-            rank=rank,
-            scheme=scheme,
-        )
-        plan = AttentionPlan(layout, clean)
-        rows_S = torch.from_numpy(layout.positions + np.where(layout.is_corrupted, 0, layout.sequence_length))
+        plan = layer_plans(sample, Sharding(group_size, scheme), rank).plan(mask)
+        rows = plan.rows
+        exchange = exchange or _OneProcess(problem, total, rows)
+        rows_S = torch.from_numpy(rows.sample_positions + np.where(rows.is_corrupted, 0, sample.length))
         rows_S = rows_S.to(problem.query.device)
-        counted_S = torch.from_numpy(layout.is_counted).to(problem.query.device)
+        counted_S = torch.from_numpy(rows.is_counted).to(problem.query.device)
         inputs = [tensor[rows_S].requires_grad_() for tensor in _inputs(problem)]
         scale = problem.query.shape[-1] ** -0.5
-        context = AttentionContext(plan, kernel, scale, exchange if plan.exchanged_streams else None, num_head_groups)
+        context = AttentionContext(plan, kernel, scale, exchange if plan.exchanges else None, num_head_groups)
         out_SBND = block_diffusion_attention(inputs[0], inputs[1], inputs[2], context)
         grad_out_SBND = problem.grad_out[rows_S] * counted_S[:, None, None, None]
         grads = torch.autograd.grad(out_SBND, inputs, grad_out_SBND)
@@ -120,18 +121,38 @@ class _OneProcess:
     Both run where collectives do, on the side stream, so that a missing wait shows.
     """
 
-    def __init__(self, problem: Problem, total: Result) -> None:
+    def __init__(self, problem: Problem, total: Result, rows: RankRows) -> None:
+        """Take inputs and results, and any rank's rows: buffers are the same on all."""
         self._sources = (problem.key, problem.value)
         self._sums = (total.grad_key, total.grad_value)
-        self._heads_done: Counter[tuple[str, Stream]] = Counter()
+        self._rows = rows
+        self._heads_done: Counter[tuple[str, CopyKind]] = Counter()
 
-    def start_gather(
-        self, tensors_SBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream
+    def start_gathers(
+        self, tensors_SBKD: Sequence[Tensor], transfers: Transfers
+    ) -> Sequence[PendingWork[list[Tensor]]]:
+        """See `KeyValueExchange.start_gathers`."""
+        return [self._gather(tensors_SBKD, *transfer) for transfer in transfers]
+
+    def start_reduces(
+        self,
+        buffers_RBKD: Sequence[Sequence[Tensor]],
+        totals_SBKD: Sequence[Tensor],
+        transfers: Transfers,
+        payload_dtype: torch.dtype,
+    ) -> Sequence[PendingWork[None]]:
+        """See `KeyValueExchange.start_reduces`; the shares stay in the sum, so a rank gets back nothing."""
+        return [
+            self._reduce([buffer_RBKD.to(payload_dtype) for buffer_RBKD in buffers], *transfer)
+            for buffers, transfer in zip(buffers_RBKD, transfers, strict=True)
+        ]
+
+    def _gather(
+        self, tensors_SBKD: Sequence[Tensor], copies: CopyKind, transfer: Transfer
     ) -> PendingWork[list[Tensor]]:
-        """See `KeyValueExchange.start_gather`."""
-        rows_R = _rows_of_buffer(layout, stream).to(tensors_SBKD[0].device)
+        rows_R = self._rows_of_buffer(copies, transfer).to(tensors_SBKD[0].device)
         buffers_RBKD = [tensor.new_empty(len(rows_R), *tensor.shape[1:]) for tensor in tensors_SBKD]
-        heads = self._next_heads("gather", stream, tensors_SBKD[0].shape[2])
+        heads = self._next_heads("gather", copies, tensors_SBKD[0].shape[2])
 
         def start(async_op: bool) -> Sequence[Waitable]:
             for whole_WBKD, buffer_RBKD in zip(self._sources, buffers_RBKD, strict=True):
@@ -141,13 +162,9 @@ class _OneProcess:
         works = side_stream(rows_R.device).launch(start, [rows_R, *buffers_RBKD])
         return PendingWork(works, lambda: buffers_RBKD)
 
-    def start_reduce_scatter(
-        self, buffers_RBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream, payload_dtype: torch.dtype
-    ) -> PendingWork[list[Tensor]]:
-        """See `KeyValueExchange.start_reduce_scatter`; the shares stay in the sum, so a rank gets back nothing."""
-        rows_R = _rows_of_buffer(layout, stream).to(buffers_RBKD[0].device)
-        payloads_RBKD = [buffer_RBKD.to(payload_dtype) for buffer_RBKD in buffers_RBKD]
-        heads = self._next_heads("scatter", stream, buffers_RBKD[0].shape[2])
+    def _reduce(self, payloads_RBKD: Sequence[Tensor], copies: CopyKind, transfer: Transfer) -> PendingWork[None]:
+        rows_R = self._rows_of_buffer(copies, transfer).to(payloads_RBKD[0].device)
+        heads = self._next_heads("reduce", copies, payloads_RBKD[0].shape[2])
 
         def start(async_op: bool) -> Sequence[Waitable]:
             for sum_WBKD, payload_RBKD in zip(self._sums, payloads_RBKD, strict=True):
@@ -155,26 +172,25 @@ class _OneProcess:
             return ()
 
         works = side_stream(rows_R.device).launch(start, [rows_R, *payloads_RBKD])
-        shape = (2, layout.chunk_length, *buffers_RBKD[0].shape[1:])
-        nothing = [buffer_RBKD.new_zeros(shape) for buffer_RBKD in buffers_RBKD]
-        return PendingWork(works, lambda: nothing)
+        return PendingWork(works, lambda: None)
 
-    def _next_heads(self, step: str, stream: Stream, count: int) -> slice:
+    def _next_heads(self, step: str, copies: CopyKind, count: int) -> slice:
         """Return the heads of the next exchange of a kind; a layer takes its groups in the order of their heads."""
-        first = self._heads_done[step, stream] % self._sources[0].shape[2]
-        self._heads_done[step, stream] += count
+        first = self._heads_done[step, copies] % self._sources[0].shape[2]
+        self._heads_done[step, copies] += count
         return slice(first, first + count)
 
-
-def _rows_of_buffer(layout: SequenceLayout, stream: Stream) -> Tensor:
-    """Return the whole row that each row of a gather buffer holds, int64 [R]."""
-    offset = layout.sequence_length if stream is Stream.CLEAN else 0
-    rows_R = torch.empty(layout.num_chunks * layout.chunk_length, dtype=torch.int64)
-    for chunk in range(layout.num_chunks):
-        first = gather_slot(layout, chunk) * layout.chunk_length
-        start = offset + chunk * layout.chunk_length
-        rows_R[first : first + layout.chunk_length] = torch.arange(start, start + layout.chunk_length)
-    return rows_R
+    def _rows_of_buffer(self, copies: CopyKind, transfer: Transfer) -> Tensor:
+        """Return the whole row that each row of a gather buffer holds, int64 [R]."""
+        rows = self._rows
+        length, num_chunks = rows.chunk_length, rows.sharding.num_chunks
+        assert transfer.lowering is Lowering.ALL_GATHER
+        assert transfer.num_rows == rows.sample.length
+        offset = rows.sample.length if copies is CopyKind.CLEAN else 0
+        starts = torch.empty(num_chunks, dtype=torch.int64)
+        for chunk in range(num_chunks):
+            starts[gather_slot(rows, chunk)] = offset + chunk * length
+        return (starts[:, None] + torch.arange(length)).flatten()
 
 
 def dense_attention(problem: Problem, block_size: int, clean: CleanAttention) -> Result:
@@ -201,10 +217,6 @@ def dense_attention(problem: Problem, block_size: int, clean: CleanAttention) ->
 
 
 def allowed_mask(sequence_length: int, block_size: int, clean: CleanAttention) -> Tensor:
-    """Return who sees whom, bool [W, W], from the definition of the block-diffusion mask."""
-    position = torch.arange(sequence_length)
-    block = position // block_size
-    own = block[:, None] == block
-    earlier = block[:, None] > block
-    clean_clean = position[:, None] >= position if clean is CleanAttention.TOKEN_CAUSAL else own | earlier
-    return torch.cat([torch.cat([own, earlier], 1), torch.cat([torch.zeros_like(own), clean_clean], 1)])
+    """Return who sees whom, bool [W, W], from the one definition of the mask."""
+    sample = Sample(sequence_length, block_size)
+    return torch.from_numpy(dense_mask(sample, Mask(clean), all_rows(sample), all_rows(sample)))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_csbp.configuration.argument_rules import check_before_megatron, check_vocabulary
+from megatron_csbp.configuration.own_geometries import check_own_geometries
 from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 from tests.support.megatron_arguments import VALID, parse
 
@@ -56,6 +57,28 @@ REFUSED = {
         "both name the same ranks",
         "--context-parallel-size 2 --block-parallel-size 2",
     ),
+    "context parallelism that forgets block parallelism": (
+        "--context-parallel-size 4",
+        "--context-parallel-size 4 with --diffusion-block-size and without --bp-size is ambiguous",
+        "--bp-size 4 for CSBP",
+        "--context-scheme cp to run the CP baseline on purpose",
+    ),
+    "the baseline beside block parallelism": (
+        "--context-parallel-size 2 --bp-size 2 --context-scheme cp",
+        "--context-scheme cp is the baseline on --context-parallel-size ranks alone",
+        "Leave it out for CSBP",
+    ),
+    "the baseline on one rank": ("--context-scheme cp", "--context-scheme cp", "above 1 without --bp-size"),
+    "no corrupted views": (
+        "--corrupted-views 0",
+        "--corrupted-views 0 must be at least 1 copy of a sample; 1 is the default.",
+    ),
+    "a window that looks ahead": (
+        "--window-size 128,64",
+        "--window-size 128,64 must be LEFT,0",
+        "--window-size 1023,0",
+    ),
+    "a window without an end": ("--window-size=-1,0", "--window-size -1,0 must be LEFT,0", "leave it out for full"),
     "a length that blocks do not divide": (
         "--seq-length 60",
         "--seq-length 60 must be a multiple of the diffusion block size 8",
@@ -67,7 +90,7 @@ REFUSED = {
         "64 or 96",
     ),
     "a length that the chunks of cp do not divide": (
-        "--seq-length 72 --context-parallel-size 2",
+        "--seq-length 72 --context-parallel-size 2 --context-scheme cp",
         "--seq-length 72",
         "64 or 96",
     ),
@@ -243,6 +266,14 @@ def test_refuses_fewer_ranks_than_the_sizes_need() -> None:
     check_before_megatron(args, given)
 
 
+def test_ranks_on_several_nodes_are_counted_in_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, given = parse(f"{VALID} --bp-size 4 --context-parallel-size 4 --tensor-model-parallel-size 8")
+    args.world_size = 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match=r"has 16 .*start it on 4 nodes of 8, for example: torchrun --nnodes 4\."):
+        check_before_megatron(args, given)
+
+
 def test_refuses_a_missing_mask_id() -> None:
     message = refusal("", "--seq-length 64 --diffusion-block-size 8")
     assert message.startswith("--mask-token-id is not given")
@@ -264,7 +295,11 @@ ACCEPTED = {
     "three blocks in a chunk": "--diffusion-block-size 4 --seq-length 48 --bp-size 2 --context-parallel-size 2",
     "csbp": "--bp-size 4 --context-parallel-size 4",
     "pure bp": "--block-parallel-size 4",
-    "cp": "--context-parallel-size 4",
+    "cp, asked for by name": "--context-parallel-size 4 --context-scheme cp",
+    "two views": "--corrupted-views 2 --bp-size 2 --context-parallel-size 2",
+    "a window": "--window-size 15,0",
+    "a window of a row's own position": "--window-size 0,0",
+    "windows of blocks in some layers": "--window-size 1023,0 --window-attn-skip-freq 6 --window-anchor block",
     "sequence parallelism": "--tensor-model-parallel-size 2 --sequence-parallel --bp-size 2 --context-parallel-size 2",
     "mask id 0": "--mask-token-id 0",
     "nemotron": "--diffusion-objective nemotron",
@@ -298,10 +333,36 @@ def test_accepts(case: str) -> None:
     check(f"{VALID} {ACCEPTED[case]}")
 
 
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--micro-batch-size 2", "--micro-batch-size 2: .*Use --micro-batch-size 1"),
+        (
+            "--micro-batch-size 1 --eval-micro-batch-size 4",
+            "--eval-micro-batch-size 4: .*Use --eval-micro-batch-size 1",
+        ),
+        (
+            "--micro-batch-size 1 --num-experts 4 --pipeline-model-parallel-size 2",
+            "--moe-token-dispatcher-type allgather with .*Use --moe-token-dispatcher-type alltoall",
+        ),
+        (
+            "--micro-batch-size 1 --tensor-model-parallel-size 3 --sequence-parallel",
+            "--diffusion-block-size 8 must be a multiple of --tensor-model-parallel-size 3, for example 9",
+        ),
+    ],
+)
+def test_samples_with_geometries_of_their_own_come_one_by_one(flags: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_own_geometries(parse(f"{VALID} {flags}")[0])
+    check_own_geometries(parse(f"{VALID} --micro-batch-size 1")[0])
+    check_own_geometries(parse(f"{VALID} --micro-batch-size 1 --tensor-model-parallel-size 3")[0])
+
+
 @pytest.mark.parametrize("length", [1, 63, 100, 8191])
 @pytest.mark.parametrize("block_size", [1, 3, 48])
 @pytest.mark.parametrize(
-    "scheme", ["", "--context-parallel-size 3", "--bp-size 4", "--bp-size 5 --context-parallel-size 5"]
+    "scheme",
+    ["", "--context-parallel-size 3 --context-scheme cp", "--bp-size 4", "--bp-size 5 --context-parallel-size 5"],
 )
 def test_lengths_that_an_error_suggests_work(length: int, block_size: int, scheme: str) -> None:
     flags = f"{VALID} --diffusion-block-size {block_size} {scheme}"
@@ -338,7 +399,6 @@ ASKED_FOR = {
     "sft": "--sft",
     "fim_data": "--fim-data",
     "allow_ambiguous_pad_tokens": "--allow-ambiguous-pad-tokens",
-    "window_size": "--window-size 128,0",
     "softmax_type": "--softmax-type learnable",
     "qk_clip": "--qk-clip",
     "log_max_attention_logit": "--log-max-attention-logit",

@@ -3,17 +3,20 @@
 
 import pytest
 import torch
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 
 from megatron_csbp.configuration.performance_arguments import (
     default_chunk_rows,
+    exchange_bytes,
     fill_head_groups,
     fill_loss_chunk_rows,
     recomputes_attention,
-    unit_bytes,
     why_last_layer_is_whole,
 )
+from megatron_csbp.transformer.geometry.layer_plans import layer_plans
+from megatron_csbp.transformer.geometry.plan import AttentionPlan
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import CopyKind, Scheme, Sharding
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
 from megatron_csbp.transformer.traffic_ledger import Collective
 from tests.support.megatron_arguments import VALID, parse
 
@@ -21,9 +24,8 @@ NEMOTRON_14B = "--num-attention-heads 40 --group-query-attention --num-query-gro
 CSBP, CP, BP = Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL, Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL
 
 
-def plan_of(length: int, scheme: Scheme = CSBP) -> AttentionPlan:
-    layout = SequenceLayout(sequence_length=length, block_size=32, group_size=8, scheme=scheme)
-    return AttentionPlan(layout, CleanAttention.TOKEN_CAUSAL)
+def plan_of(length: int, scheme: Scheme = CSBP, window: int | None = None) -> AttentionPlan:
+    return layer_plans(Sample(length, 32), Sharding(8, scheme), 0).plan(Mask(CleanAttention.TOKEN_CAUSAL, window))
 
 
 @pytest.mark.parametrize(
@@ -45,8 +47,18 @@ def plan_of(length: int, scheme: Scheme = CSBP) -> AttentionPlan:
 def test_head_groups_by_default_and_by_flag(flags: str, length: int, scheme: Scheme, expected: int) -> None:
     args, _ = parse(f"{VALID} {NEMOTRON_14B} {flags} --micro-batch-size 1")
     args.params_dtype = torch.bfloat16
-    fill_head_groups(args, plan_of(length, scheme))
+    fill_head_groups(args, [plan_of(length, scheme)])
     assert args.csbp_head_groups == expected
+
+
+def test_head_groups_follow_the_layer_that_gathers_most() -> None:
+    args, _ = parse(f"{VALID} {NEMOTRON_14B} --micro-batch-size 1")
+    args.params_dtype = torch.bfloat16
+    fill_head_groups(args, [plan_of(2**18, window=1024)])
+    assert args.csbp_head_groups == 1
+    args.csbp_head_groups = None
+    fill_head_groups(args, [plan_of(2**18, window=1024), plan_of(2**18)])
+    assert args.csbp_head_groups == 4
 
 
 @pytest.mark.parametrize("vocab_size, rows", [(131072, 1024), (131072 // 8, 8192), (100, 2**20), (10**7, 512)])
@@ -68,9 +80,9 @@ def test_chunks_by_default_and_by_flag(flags: str, rows: int) -> None:
 def test_bytes_of_a_reduce_scatter_follow_its_dtype(flags: str, factor: int) -> None:
     args, _ = parse(f"{VALID} {NEMOTRON_14B} {flags} --micro-batch-size 2")
     args.params_dtype = torch.bfloat16
-    gather = unit_bytes(args, plan_of(2**18), Stream.CLEAN)
+    gather = exchange_bytes(args, plan_of(2**18), CopyKind.CLEAN)
     assert gather == 7 * 2**18 // 8 * 2 * 8 * 128 * 2 * 2
-    assert unit_bytes(args, plan_of(2**18), Stream.CLEAN, Collective.REDUCE_SCATTER) == factor * gather
+    assert exchange_bytes(args, plan_of(2**18), CopyKind.CLEAN, Collective.REDUCE_SCATTER) == factor * gather
 
 
 def test_a_run_without_recomputation_does_not_recompute() -> None:
@@ -94,7 +106,7 @@ def test_a_run_without_recomputation_does_not_recompute() -> None:
     ],
 )
 def test_why_the_last_layer_is_whole(flags: str, reason: str | None) -> None:
-    args, _ = parse(f"{VALID} {flags} --context-parallel-size 2")
+    args, _ = parse(f"{VALID} {flags} --bp-size 2 --context-parallel-size 2")
     args.clean_seq_length = args.seq_length
     assert why_last_layer_is_whole(args, loss_on_clean_rows=False) == reason
     assert why_last_layer_is_whole(args, loss_on_clean_rows=True) == "the objective has a loss on the clean copy"

@@ -10,11 +10,13 @@ import pytest
 import torch
 from megatron.core.datasets.utils import Split
 from megatron.training.datasets import data_samplers
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout
 from torch import Tensor
 
 from megatron_csbp.data.datasets import EVALUATION_SEED, BlockDiffusionDataset, build_train_valid_test_datasets
 from megatron_csbp.objectives import ObjectiveConfig, build_objective
+from megatron_csbp.transformer.geometry.layer_plans import LayerPlans
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.scheme import CLEAN, Scheme
 from tests.unit_tests.data.support import VOCAB, config, documents, megatron_args, stock_datasets, write_indexed
 from tests.unit_tests.objectives.support import SPREAD_SCHEMES, layouts_of, reassembled, single
 
@@ -29,11 +31,11 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_indexed(tmp_path_factory.mktemp("data") / "a", docs)
 
 
-def wrapped(prefix: str, layout: SequenceLayout | None = None, split: str = "train", seed: int = 1234) -> Any:
+def wrapped(prefix: str, layout: RankRows | None = None, split: str = "train", seed: int = 1234) -> Any:
     splits = stock_datasets([SAMPLES, SAMPLES, 0], config(LENGTH, [prefix], split="1,1,0"))
     dataset = splits[Split[split].value]
     return BlockDiffusionDataset(
-        dataset, layout or single(LENGTH, BLOCK), OBJECTIVE, seed=seed, padded_vocab_size=VOCAB
+        dataset, LayerPlans(layout or single(LENGTH, BLOCK)), OBJECTIVE, seed=seed, padded_vocab_size=VOCAB
     )
 
 
@@ -78,10 +80,10 @@ def test_the_global_batch_is_the_same_whatever_the_topology(
         layouts = layouts_of(LENGTH, BLOCK, scheme, size)
         ranks = [list(stock_loader(monkeypatch, wrapped(prefix, layout), rank=1)) for layout in layouts]
         for number, expected in enumerate(whole):
-            for key, corrupted in itertools.product(("tokens", "labels", "loss_weights"), (True, False)):
+            for key, copy in itertools.product(("tokens", "labels", "loss_weights"), (0, CLEAN)):
                 parts = [rank[number][key].numpy().T for rank in ranks]
-                one = reassembled([single(LENGTH, BLOCK)], [expected[key].numpy().T[:, 0]], corrupted)
-                np.testing.assert_array_equal(reassembled(layouts, [part[:, 0] for part in parts], corrupted), one)
+                one = reassembled([single(LENGTH, BLOCK)], [expected[key].numpy().T[:, 0]], copy)
+                np.testing.assert_array_equal(reassembled(layouts, [part[:, 0] for part in parts], copy), one)
             for key in ("num_tokens", "num_supervised"):
                 assert torch.equal(sum(rank[number][key] for rank in ranks), expected[key])
 
@@ -139,8 +141,8 @@ def test_training_noise_follows_the_seed_and_evaluation_noise_is_fixed(prefix: s
     valid, same = wrapped(prefix, split="valid", seed=1), wrapped(prefix, split="valid", seed=2)
     same.set_epoch(5)
     assert torch.equal(valid[0]["tokens"], same[0]["tokens"])
-    assert valid.noise(0).seed == EVALUATION_SEED
-    assert valid.noise(0).split != train.noise(0).split
+    assert valid.noises(0)[0].seed == EVALUATION_SEED
+    assert valid.noises(0)[0].split != train.noises(0)[0].split
 
 
 def test_reading_a_sample_leaves_the_global_generators_alone(prefix: str) -> None:
@@ -168,9 +170,9 @@ def test_a_sample_that_fills_a_batch_counts_for_nothing(prefix: str) -> None:
     assert torch.equal(filler["labels"], item["labels"])
 
 
-def built(layout: SequenceLayout | None = None, sizes: tuple[int | None, ...] = (8, 4, 4), **changes: Any) -> Any:
+def built(layout: RankRows | None = None, sizes: tuple[int | None, ...] = (8, 4, 4), **changes: Any) -> Any:
     return build_train_valid_test_datasets(
-        megatron_args(**changes), sizes, layout or single(LENGTH, BLOCK), OBJECTIVE, is_built=lambda: True
+        megatron_args(**changes), sizes, LayerPlans(layout or single(LENGTH, BLOCK)), OBJECTIVE, is_built=lambda: True
     )
 
 

@@ -5,24 +5,25 @@ from typing import Any
 import numpy as np
 import pytest
 from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 
 from megatron_csbp.data.dual_end_sampler import DualEndSampler
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme
 from tests.unit_tests.data.support import EOD, PAD, VOCAB, Tokenizer, config, documents, stock_datasets, write_indexed
 from tests.unit_tests.objectives.support import TOPOLOGIES, layouts_of, single
 
 LENGTH, BLOCK = 64, 4
 
 
-def assert_equals_stock(dataset: Any, layout: SequenceLayout, count: int | None = None) -> None:
+def assert_equals_stock(dataset: Any, layout: RankRows, count: int | None = None) -> None:
     """Each sample's rows are the stock sample's positions."""
-    sampler = DualEndSampler(dataset, layout, VOCAB)
+    sampler = DualEndSampler(dataset, LENGTH, VOCAB)
     assert len(sampler) == len(dataset)
     for index in range(len(dataset) if count is None else count):
         for part in getattr(dataset, "datasets", [dataset]):
             # The stock dataset edits the first sample's loss mask after it has cached it.
             part.masks_and_position_ids_are_cached = False
-        rows, stock = sampler.read(index), dataset[index]
+        rows, stock = sampler.read(index, layout), dataset[index]
         np.testing.assert_array_equal(rows.tokens, stock["tokens"].numpy()[layout.positions])
         np.testing.assert_array_equal(rows.next_tokens, stock["labels"].numpy()[layout.positions])
         np.testing.assert_array_equal(rows.next_supervised, stock["loss_mask"].numpy()[layout.positions] > 0)
@@ -66,7 +67,7 @@ def test_the_padding_of_the_last_sample_is_token_zero_and_unsupervised(tmp_path:
     padded = int(np.argmax(valid.shuffle_index))
     for layout in layouts_of(LENGTH, BLOCK, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL, 2):
         assert_equals_stock(valid, layout)
-    rows = DualEndSampler(valid, single(LENGTH, BLOCK), VOCAB).read(padded)
+    rows = DualEndSampler(valid, LENGTH, VOCAB).read(padded, single(LENGTH, BLOCK))
     assert 0 < rows.supervised.sum() < rows.supervised.size
     assert not rows.tokens[~rows.supervised].any()
 
@@ -76,7 +77,7 @@ def test_a_masked_eod_is_never_a_diffusion_target(tmp_path: Path, masked: bool) 
     prefix, layout = write_indexed(tmp_path / "a", documents(60, 40)), single(LENGTH, BLOCK)
     train, _, _ = stock_datasets([20, 2, 2], config(LENGTH, [prefix], eod_mask_loss=masked))
     raw, _, _ = train._query_document_sample_shuffle_indices(3)
-    rows = DualEndSampler(train, layout, VOCAB).read(3)
+    rows = DualEndSampler(train, LENGTH, VOCAB).read(3, layout)
     np.testing.assert_array_equal(rows.supervised, ((raw[:-1] != EOD) | (not masked))[layout.positions])
     assert rows.supervised.all() != masked
 
@@ -94,7 +95,7 @@ def test_a_token_of_the_data_is_no_padding_even_where_it_is_the_tokenizers_pad_t
     )
     train, valid, _ = stock_datasets([20, None, 2], cfg)
     whole, partial = single(LENGTH, BLOCK), int(np.argmax(valid.shuffle_index))
-    rows = DualEndSampler(train, whole, VOCAB).read(3)
+    rows = DualEndSampler(train, LENGTH, VOCAB).read(3, whole)
     raw, _, _ = train._query_document_sample_shuffle_indices(3)
     np.testing.assert_array_equal(rows.tokens, raw[whole.positions])
     np.testing.assert_array_equal(rows.next_tokens, raw[whole.positions + 1])
@@ -103,7 +104,7 @@ def test_a_token_of_the_data_is_no_padding_even_where_it_is_the_tokenizers_pad_t
     assert rows.next_supervised.all()
     # The sample that is cut short: as many supervised tokens as the documents hold behind the earlier samples.
     tokens = sum(len(docs[number]) for number in valid.indices)
-    rows = DualEndSampler(valid, whole, VOCAB).read(partial)
+    rows = DualEndSampler(valid, LENGTH, VOCAB).read(partial, whole)
     np.testing.assert_array_equal(rows.supervised, whole.positions < tokens % LENGTH)
     np.testing.assert_array_equal(rows.next_supervised, whole.positions < tokens % LENGTH - 1)
 
@@ -122,7 +123,7 @@ def test_only_the_ranges_that_a_rank_owns_are_read(tmp_path: Path, monkeypatch: 
     chunk = LENGTH // 8
     for layout in layouts_of(LENGTH, BLOCK, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL, 4):
         read.clear()
-        DualEndSampler(train, layout, VOCAB).read(2)
+        DualEndSampler(train, LENGTH, VOCAB).read(2, layout)
         # The two chunks of the last rank touch, and so share the one token between them.
         assert sum(read) == (2 * chunk + 1 if layout.rank == 3 else 2 * (chunk + 1))
 
@@ -135,7 +136,7 @@ def test_deferred_indices_are_loaded_at_the_first_read(tmp_path: Path) -> None:
     assert lazy.dataset_index is None
     layout = single(LENGTH, BLOCK)
     for index in range(10):
-        one, other = (DualEndSampler(dataset, layout, VOCAB).read(index) for dataset in (eager, lazy))
+        one, other = (DualEndSampler(dataset, LENGTH, VOCAB).read(index, layout) for dataset in (eager, lazy))
         np.testing.assert_array_equal(one.tokens, other.tokens)
 
 
@@ -147,7 +148,7 @@ def test_a_token_outside_the_vocabulary_is_refused_with_what_to_do(tmp_path: Pat
         r"\(ids 0 to 199\)\. Train with the tokenizer that the data were prepared with"
     )
     with pytest.raises(ValueError, match=message):
-        DualEndSampler(train, single(LENGTH, BLOCK), VOCAB).read(2)
+        DualEndSampler(train, LENGTH, VOCAB).read(2, single(LENGTH, BLOCK))
 
 
 def test_a_dataset_that_cuts_its_own_samples_is_refused(tmp_path: Path) -> None:
@@ -160,15 +161,15 @@ def test_a_dataset_that_cuts_its_own_samples_is_refused(tmp_path: Path) -> None:
     )
     train.__class__ = Reordered
     with pytest.raises(ValueError, match=r"Reordered makes its own samples.*without --fim-data and --sft"):
-        DualEndSampler(train, single(LENGTH, BLOCK), VOCAB)
+        DualEndSampler(train, LENGTH, VOCAB)
 
 
 def test_a_dataset_of_another_length_is_refused(tmp_path: Path) -> None:
     train, _, _ = stock_datasets(
         [4, 0, 0], config(32, [write_indexed(tmp_path / "a", documents(9, 90))], split="1,0,0")
     )
-    with pytest.raises(ValueError, match="32 tokens a sample, but the layout needs 64, the value of --seq-length"):
-        DualEndSampler(train, single(LENGTH, BLOCK), VOCAB)
+    with pytest.raises(ValueError, match="32 tokens a sample, but --seq-length is 64"):
+        DualEndSampler(train, LENGTH, VOCAB)
 
 
 def test_masking_eod_without_an_eod_token_is_refused(tmp_path: Path) -> None:
@@ -181,4 +182,4 @@ def test_masking_eod_without_an_eod_token_is_refused(tmp_path: Path) -> None:
     )
     train, _, _ = stock_datasets([4, 0, 0], cfg)
     with pytest.raises(ValueError, match="--eod-mask-loss needs an end-of-document token"):
-        DualEndSampler(train, single(LENGTH, BLOCK), VOCAB)
+        DualEndSampler(train, LENGTH, VOCAB)

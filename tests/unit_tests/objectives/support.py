@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of every scheme, and rows under them, for tests of objectives and data."""
+"""The rows of every rank under every scheme, and the data under them, for tests of objectives and data."""
 
 import numpy as np
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 
 from megatron_csbp.objectives import CleanRows
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme, Sharding
 
 SPREAD_SCHEMES = [Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL]
 TOPOLOGIES = [(Scheme.SINGLE, 1, BlockAssignment.DUAL_END)] + [
@@ -21,22 +23,19 @@ def layouts_of(
     scheme: Scheme = Scheme.SINGLE,
     size: int = 1,
     assignment: BlockAssignment = BlockAssignment.DUAL_END,
-) -> list[SequenceLayout]:
-    """One layout for each rank of a context group."""
-    return [
-        SequenceLayout(
-            sequence_length=length, block_size=block, group_size=size, rank=rank, scheme=scheme, assignment=assignment
-        )
-        for rank in range(size)
-    ]
+    views: int = 1,
+) -> list[RankRows]:
+    """The rows of each rank of a context group."""
+    sample, sharding = Sample(length, block, views), Sharding(size, scheme, assignment)
+    return [RankRows(sample, sharding, rank) for rank in range(size)]
 
 
-def single(length: int, block: int) -> SequenceLayout:
-    return layouts_of(length, block)[0]
+def single(length: int, block: int, views: int = 1) -> RankRows:
+    return layouts_of(length, block, views=views)[0]
 
 
 def rows_under(
-    layout: SequenceLayout,
+    layout: RankRows,
     text: np.ndarray,
     supervised: np.ndarray | None = None,
     next_supervised: np.ndarray | None = None,
@@ -49,12 +48,12 @@ def rows_under(
     return CleanRows(text[positions], text[positions + 1], supervised[positions], next_supervised[positions])
 
 
-def reassembled(layouts: list[SequenceLayout], per_rank: list[np.ndarray], corrupted: bool) -> np.ndarray:
+def reassembled(layouts: list[RankRows], per_rank: list[np.ndarray], copy: int) -> np.ndarray:
     """One copy in position order, from the rank on which each of its rows counts; asserts that there is one."""
-    whole = np.zeros(layouts[0].sequence_length, dtype=per_rank[0].dtype)
-    times = np.zeros(layouts[0].sequence_length, dtype=int)
+    whole = np.zeros(layouts[0].sample.length, dtype=per_rank[0].dtype)
+    times = np.zeros(layouts[0].sample.length, dtype=int)
     for layout, values in zip(layouts, per_rank, strict=True):
-        here = layout.is_counted & (layout.is_corrupted == corrupted)
+        here = layout.is_counted & (layout.copies == copy)
         whole[layout.positions[here]] = values[here]
         times[layout.positions[here]] += 1
     assert (times == 1).all()

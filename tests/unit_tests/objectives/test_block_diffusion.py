@@ -27,7 +27,7 @@ def test_it_is_the_published_objective() -> None:
 @pytest.mark.parametrize("schedule", NOISE_SCHEDULES)
 def test_each_block_has_its_own_time_and_the_weight_of_that_time(schedule: str) -> None:
     layout, noise = single(LENGTH, BLOCK), SampleNoise(3, 0, 8, 0)
-    rows = built(noise_schedule=schedule, noise_eps=0.05).place(rows_under(layout, TEXT), noise, layout)
+    rows = built(noise_schedule=schedule, noise_eps=0.05).place(rows_under(layout, TEXT), [noise], layout)
     times = noise_times(noise.block_levels(LENGTH // BLOCK), 0.05)
     weights = rows.weights[layout.is_corrupted].reshape(-1, BLOCK)
     for time, block in zip(times, weights, strict=True):
@@ -38,7 +38,7 @@ def test_each_block_has_its_own_time_and_the_weight_of_that_time(schedule: str) 
 
 def test_the_denominator_counts_supervised_tokens_masked_or_not() -> None:
     layout, supervised = single(LENGTH, BLOCK), TEXT[:-1] % 3 > 0
-    rows = built().place(rows_under(layout, TEXT, supervised), SampleNoise(1, 0, 0, 0), layout)
+    rows = built().place(rows_under(layout, TEXT, supervised), [SampleNoise(1, 0, 0, 0)], layout)
     assert rows.num_tokens == rows.num_supervised == supervised.sum()
     assert np.count_nonzero(rows.weights) < rows.num_tokens
 
@@ -47,7 +47,7 @@ def test_the_mean_weight_of_a_token_is_one_for_log_linear() -> None:
     layout, rows = single(LENGTH, BLOCK), rows_under(single(LENGTH, BLOCK), TEXT)
     objective = built(noise_eps=1e-2)
     means = np.array(
-        [objective.place(rows, SampleNoise(7, 0, i, 0), layout).weights.sum() / LENGTH for i in range(3000)]
+        [objective.place(rows, [SampleNoise(7, 0, i, 0)], layout).weights.sum() / LENGTH for i in range(3000)]
     )
     assert abs(means.mean() - 1.0) < 4 * means.std() / np.sqrt(len(means))
 
@@ -70,7 +70,7 @@ def test_the_reported_bound_is_unbiased(name: str, schedule: str) -> None:
     objective = built(name, noise_schedule=schedule, noise_eps=1e-3)
     bounds = []
     for sample in range(5000):
-        placed = objective.place(rows, SampleNoise(11, 0, sample, 0), layout)
+        placed = objective.place(rows, [SampleNoise(11, 0, sample, 0)], layout)
         weights = placed.weights[layout.is_corrupted]
         losses = [
             toy_cross_entropy(x, 0, None if weights[1] else y),
@@ -88,7 +88,7 @@ def test_the_reported_bound_is_unbiased(name: str, schedule: str) -> None:
 
 def test_at_time_one_everything_is_masked_with_weight_one() -> None:
     layout = single(LENGTH, 1)
-    rows = built(noise_eps=1.0).place(rows_under(layout, TEXT), SampleNoise(1, 0, 0, 0), layout)
+    rows = built(noise_eps=1.0).place(rows_under(layout, TEXT), [SampleNoise(1, 0, 0, 0)], layout)
     assert (rows.tokens[layout.is_corrupted] == MASK).all()
     np.testing.assert_array_equal(rows.weights[layout.is_corrupted], 1.0)
 
@@ -97,14 +97,16 @@ def test_blocks_and_samples_without_a_masked_token_weigh_nothing() -> None:
     layout, objective = single(LENGTH, BLOCK), built()
     counts = []
     for sample in range(20):
-        rows = objective.place(rows_under(layout, TEXT), SampleNoise(1, 0, sample, 0), layout)
+        rows = objective.place(rows_under(layout, TEXT), [SampleNoise(1, 0, sample, 0)], layout)
         assert np.isfinite(rows.weights).all()
         assert rows.num_tokens == LENGTH
         counts.append((rows.weights[layout.is_corrupted] > 0).reshape(-1, BLOCK).sum(axis=1))
     assert np.min(counts) == 0
     one_block = single(BLOCK, BLOCK)
     empty = [
-        not objective.place(rows_under(one_block, TEXT[: BLOCK + 1]), SampleNoise(1, 0, i, 0), one_block).weights.any()
+        not objective.place(
+            rows_under(one_block, TEXT[: BLOCK + 1]), [SampleNoise(1, 0, i, 0)], one_block
+        ).weights.any()
         for i in range(100)
     ]
     assert any(empty)

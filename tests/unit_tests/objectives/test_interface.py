@@ -6,7 +6,6 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 
 from megatron_csbp.objectives import (
     OBJECTIVES,
@@ -18,6 +17,8 @@ from megatron_csbp.objectives import (
 )
 from megatron_csbp.objectives.interface import ratio
 from megatron_csbp.objectives.noise import SampleNoise
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.scheme import CLEAN, BlockAssignment, Scheme
 from tests.unit_tests.objectives.support import TOPOLOGIES, layouts_of, reassembled, rows_under, single
 
 MASK, LENGTH, BLOCK = 99, 96, 4
@@ -31,8 +32,8 @@ def built(name: str, **options: object) -> Objective:
     return build_objective(ObjectiveConfig(name=name, mask_token_id=MASK, **options))
 
 
-def placed(objective: Objective, layout: SequenceLayout) -> LossRows:
-    return objective.place(rows_under(layout, TEXT, SUPERVISED, NEXT_SUPERVISED), NOISE, layout)
+def placed(objective: Objective, layout: RankRows) -> LossRows:
+    return objective.place(rows_under(layout, TEXT, SUPERVISED, NEXT_SUPERVISED), [NOISE], layout)
 
 
 def sums(corrupted: float, clean: float, counts: tuple[int, int, int, int]) -> LossSums:
@@ -49,10 +50,10 @@ def test_every_topology_places_the_same_rows_once(
     expected = placed(objective, expected_layout)
     layouts = layouts_of(LENGTH, BLOCK, scheme, size, assignment)
     ranks = [placed(objective, layout) for layout in layouts]
-    for corrupted in (True, False):
+    for copy in (0, CLEAN):
         for field in ("tokens", "targets", "weights"):
-            whole = reassembled(layouts, [getattr(rank, field) for rank in ranks], corrupted)
-            single_rank = reassembled([expected_layout], [getattr(expected, field)], corrupted)
+            whole = reassembled(layouts, [getattr(rank, field) for rank in ranks], copy)
+            single_rank = reassembled([expected_layout], [getattr(expected, field)], copy)
             np.testing.assert_array_equal(whole, single_rank)
     assert sum(rank.num_tokens for rank in ranks) == expected.num_tokens
     assert sum(rank.num_supervised for rank in ranks) == expected.num_supervised == SUPERVISED.sum()
@@ -80,8 +81,8 @@ def test_corrupted_rows_are_masked_or_copied_and_only_masked_rows_weigh(name: st
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_data_token_equal_to_the_mask_id_is_an_ordinary_token(name: str) -> None:
     layout = single(LENGTH, BLOCK)
-    ordinary = built(name).place(rows_under(layout, np.full(LENGTH + 1, 7)), NOISE, layout)
-    same = built(name).place(rows_under(layout, np.full(LENGTH + 1, MASK)), NOISE, layout)
+    ordinary = built(name).place(rows_under(layout, np.full(LENGTH + 1, 7)), [NOISE], layout)
+    same = built(name).place(rows_under(layout, np.full(LENGTH + 1, MASK)), [NOISE], layout)
     np.testing.assert_array_equal(same.weights, ordinary.weights)
     assert (same.num_tokens, same.num_supervised) == (ordinary.num_tokens, ordinary.num_supervised)
     assert 0 < np.count_nonzero(same.weights[layout.is_corrupted]) < LENGTH
@@ -92,7 +93,7 @@ def test_a_data_token_equal_to_the_mask_id_is_an_ordinary_token(name: str) -> No
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_sample_without_anything_to_predict_has_no_loss(name: str) -> None:
     layout, nothing = single(LENGTH, BLOCK), np.zeros(LENGTH, dtype=bool)
-    rows = built(name).place(rows_under(layout, TEXT, nothing, nothing), NOISE, layout)
+    rows = built(name).place(rows_under(layout, TEXT, nothing, nothing), [NOISE], layout)
     assert not rows.weights.any()
     assert (rows.num_tokens, rows.num_supervised) == (0, 0)
     np.testing.assert_array_equal(rows.tokens, TEXT[layout.positions])
@@ -102,7 +103,7 @@ def test_a_sample_without_anything_to_predict_has_no_loss(name: str) -> None:
 def test_another_view_is_another_corruption(name: str) -> None:
     layout = single(LENGTH, BLOCK)
     rows = rows_under(layout, TEXT)
-    one, other = (built(name).place(rows, SampleNoise(1, 0, 0, view), layout) for view in (0, 1))
+    one, other = (built(name).place(rows, [SampleNoise(1, 0, 0, view=view)], layout) for view in (0, 1))
     assert (one.tokens != other.tokens).any()
 
 

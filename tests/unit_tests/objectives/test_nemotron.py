@@ -2,10 +2,10 @@
 import numpy as np
 import pytest
 import torch
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme
 
 from megatron_csbp.objectives import LossSums, Objective, ObjectiveConfig, build_objective
 from megatron_csbp.objectives.noise import SampleNoise
+from megatron_csbp.transformer.geometry.scheme import CLEAN, BlockAssignment, Scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from tests.unit_tests.objectives.support import TOPOLOGIES, layouts_of, reassembled, rows_under, single
 
@@ -28,7 +28,7 @@ def test_it_is_the_published_objective() -> None:
 
 def test_one_level_holds_for_the_whole_sequence() -> None:
     layout = single(LENGTH, BLOCK)
-    rows = built(diffusion_loss_weight=0.6).place(rows_under(layout, TEXT), NOISE, layout)
+    rows = built(diffusion_loss_weight=0.6).place(rows_under(layout, TEXT), [NOISE], layout)
     chance = (1 - EPS) * NOISE.sequence_level() + EPS
     weights = rows.weights[layout.is_corrupted]
     np.testing.assert_allclose(weights[weights > 0], 0.6 / chance, rtol=1e-6)
@@ -40,16 +40,16 @@ def test_clean_rows_predict_the_next_token_across_chunks_and_ranks(
     scheme: Scheme, size: int, assignment: BlockAssignment
 ) -> None:
     layouts = layouts_of(LENGTH, BLOCK, scheme, size, assignment)
-    ranks = [built(ar_loss_weight=0.7).place(rows_under(layout, TEXT), NOISE, layout) for layout in layouts]
-    np.testing.assert_array_equal(reassembled(layouts, [rank.targets for rank in ranks], corrupted=False), TEXT[1:])
-    weights = reassembled(layouts, [rank.weights for rank in ranks], corrupted=False)
+    ranks = [built(ar_loss_weight=0.7).place(rows_under(layout, TEXT), [NOISE], layout) for layout in layouts]
+    np.testing.assert_array_equal(reassembled(layouts, [rank.targets for rank in ranks], CLEAN), TEXT[1:])
+    weights = reassembled(layouts, [rank.weights for rank in ranks], CLEAN)
     np.testing.assert_array_equal(weights, np.float32(0.7))
 
 
 def test_the_denominator_is_masked_plus_autoregressive_rows() -> None:
     layout = single(LENGTH, BLOCK)
     asked = np.arange(LENGTH) % 5 > 0
-    rows = built().place(rows_under(layout, TEXT, next_supervised=asked), NOISE, layout)
+    rows = built().place(rows_under(layout, TEXT, next_supervised=asked), [NOISE], layout)
     clean = ~layout.is_corrupted
     np.testing.assert_array_equal(rows.weights[clean] > 0, asked)
     assert rows.num_tokens == np.count_nonzero(rows.weights[layout.is_corrupted]) + asked.sum()
@@ -58,7 +58,7 @@ def test_the_denominator_is_masked_plus_autoregressive_rows() -> None:
 
 def test_without_the_autoregressive_term_clean_rows_carry_nothing() -> None:
     layout, objective = single(LENGTH, BLOCK), built(ar_loss_weight=0.0)
-    rows = objective.place(rows_under(layout, TEXT), NOISE, layout)
+    rows = objective.place(rows_under(layout, TEXT), [NOISE], layout)
     assert not objective.loss_on_clean_rows
     assert not rows.weights[~layout.is_corrupted].any()
     assert rows.num_tokens == np.count_nonzero(rows.weights)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_csbp.objectives.noise import SampleNoise
 
-KEY = {"seed": 1234, "split": 0, "sample_index": 77, "view": 3}
+KEY = {"seed": 1234, "split": 0, "sample_index": 77, "epoch": 3}
 
 
 def largest_gap(samples: np.ndarray) -> float:
@@ -35,13 +35,33 @@ def test_a_far_range_is_drawn_without_drawing_what_lies_before() -> None:
     np.testing.assert_array_equal(far[1:], SampleNoise(**KEY).uniforms((1 << 60) + 1, 4))
 
 
-def test_noise_is_what_it_was_in_every_earlier_version() -> None:
-    assert digest(SampleNoise(**KEY)) == "1c137be17360e44316be45711c8dab9266924a31899f6df24b4be95c1e214f12"
+@pytest.mark.parametrize(
+    "view, expected",
+    [
+        (0, "1c137be17360e44316be45711c8dab9266924a31899f6df24b4be95c1e214f12"),
+        (1, "432a7a6c52d10919d20edfa1e265222c7073967f7122eda388910b5fec18330e"),
+        (300, "572c969ff0020c364257acd98e78f933822fe37fd1fc03128d4872774d810a9a"),
+    ],
+)
+def test_noise_of_each_view_is_what_it_was(view: int, expected: str) -> None:
+    """View 0 has the numbers of the versions without views, whose word `view` was the epoch."""
+    assert digest(SampleNoise(**KEY, view=view)) == expected
 
 
-@pytest.mark.parametrize("part", KEY)
+def test_no_two_views_or_purposes_share_a_stream() -> None:
+    """A view is added beside the purpose, in bits that no purpose has."""
+    streams = [
+        array.tobytes()
+        for view in range(40)
+        for noise in [SampleNoise(**KEY, view=view)]
+        for array in (noise.uniforms(0, 16), noise.block_levels(16), np.array([noise.sequence_level()]))
+    ]
+    assert len(set(streams)) == len(streams)
+
+
+@pytest.mark.parametrize("part", [*KEY, "view"])
 def test_each_part_of_the_key_changes_every_number(part: str) -> None:
-    one, other = SampleNoise(**KEY), SampleNoise(**{**KEY, part: KEY[part] + 1})
+    one, other = SampleNoise(**KEY), SampleNoise(**{**KEY, part: KEY.get(part, 0) + 1})
     assert not np.any(one.uniforms(0, 64) == other.uniforms(0, 64))
     assert not np.any(one.block_levels(64) == other.block_levels(64))
     assert one.sequence_level() != other.sequence_level()
@@ -88,3 +108,9 @@ def sample_noise(index: int) -> SampleNoise:
 def test_a_key_that_does_not_fit_is_refused_by_name(part: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"noise {part} {value} must be at least 0 and below 2\*\*64"):
         SampleNoise(**{**KEY, part: value})
+
+
+@pytest.mark.parametrize("view", [-1, 1 << 56])
+def test_a_view_that_does_not_fit_beside_the_purpose_is_refused(view: int) -> None:
+    with pytest.raises(ValueError, match=rf"noise view {view} must be at least 0 and below 2\*\*56"):
+        SampleNoise(**KEY, view=view)

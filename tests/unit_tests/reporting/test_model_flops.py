@@ -7,9 +7,11 @@ import pytest
 from megatron.training import training
 
 from megatron_csbp import megatron_reporting
-from megatron_csbp.tools.flops import ModelShape, training_flops
+from megatron_csbp.arguments import static_sample
 from megatron_csbp.reporting.model_flops import ModelFlops
-from megatron_csbp.transformer.geometry.visibility import CleanAttention
+from megatron_csbp.tools.flops import ModelShape, training_flops
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
 from tests.support.megatron_arguments import parse
 
 MODEL = (
@@ -25,6 +27,8 @@ SHAPE = ModelShape(
     head_dim=16,
     vocab_size=192,
 )
+SAMPLE = Sample(64, 8)
+CSBP = "--bp-size 2 --context-parallel-size 2"
 
 
 def arguments(flags: str, clean_attention: CleanAttention) -> Namespace:
@@ -42,7 +46,7 @@ def reported(args: Namespace, loss_rows: dict[tuple[int, int], int], monkeypatch
         last = stage == args.pipeline_model_parallel_size - 1
         monkeypatch.setattr(megatron_reporting, "is_counted_chunk", lambda model: True)
         monkeypatch.setattr(megatron_reporting, "computes_loss", lambda model, last=last: last)
-        flops.count_micro_batch(None, rows if last else 0)
+        flops.count_micro_batch(None, static_sample(args), rows if last else 0)
     tokens, squares = training.consume_seqlen_stats_in_iteration()
     ranks = len(loss_rows)  # Megatron divides what all ranks have added up by the ranks of a replica
     result: float = training.num_floating_point_operations(
@@ -57,29 +61,33 @@ def reported(args: Namespace, loss_rows: dict[tuple[int, int], int], monkeypatch
     [
         ("", {(0, 0): 77}),
         ("", {(0, 0): 1}),
-        ("--context-parallel-size 2", {(0, 0): 30, (1, 0): 47}),
-        ("--context-parallel-size 2 --pipeline-model-parallel-size 2", {(0, 0): 0, (0, 1): 250, (1, 0): 0, (1, 1): 3}),
+        ("--bp-size 2 --context-parallel-size 2", {(0, 0): 30, (1, 0): 47}),
+        (
+            "--bp-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2",
+            {(0, 0): 0, (0, 1): 250, (1, 0): 0, (1, 1): 3},
+        ),
     ],
 )
 def test_megatron_reports_the_allowed_pairs_both_copies_rows_and_the_logits_of_loss_rows(
     flags: str, loss_rows: dict[tuple[int, int], int], clean_attention: CleanAttention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = arguments(flags, clean_attention)
-    expected = 2 * training_flops(SHAPE, 64, 8, clean_attention, loss_rows=0)
+    expected = 2 * training_flops(SHAPE, SAMPLE, [Mask(clean_attention)], loss_rows=0)
     expected += sum(loss_rows.values()) * SHAPE.logit_flops_per_row
     assert reported(args, loss_rows, monkeypatch) == pytest.approx(expected, rel=1e-12)
 
 
 def test_only_one_chunk_of_a_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_reporting, "is_counted_chunk", lambda model: False)
-    ModelFlops(arguments("", CleanAttention.TOKEN_CAUSAL)).count_micro_batch(None, 5)
+    args = arguments("", CleanAttention.TOKEN_CAUSAL)
+    ModelFlops(args).count_micro_batch(None, static_sample(args), 5)
     assert training.consume_seqlen_stats_in_iteration() == (None, None)
 
 
 def test_the_start_summary_compares_with_the_stock_formula_which_counts_twice_the_pairs() -> None:
     flops = ModelFlops(arguments("--seq-length 64", CleanAttention.BLOCK_CAUSAL))
     counted, stock = flops.per_sequence()
-    assert counted == pytest.approx(training_flops(SHAPE, 64, 8, CleanAttention.BLOCK_CAUSAL, loss_rows=0))
+    assert counted == pytest.approx(training_flops(SHAPE, SAMPLE, [Mask(CleanAttention.BLOCK_CAUSAL)], loss_rows=0))
     pairs_of_stock = (2 * 64) ** 2 / 2
-    surplus = SHAPE.num_layers * (pairs_of_stock - flops.allowed_pairs) * SHAPE.attention_flops_per_pair
+    surplus = SHAPE.num_layers * (pairs_of_stock - flops.mean_pairs(SAMPLE)) * SHAPE.attention_flops_per_pair
     assert stock - counted == pytest.approx(surplus)

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 
 from megatron_csbp.reporting.instruments import closing
 from megatron_csbp.reporting.traffic_report import TrafficReport, closed_form, ledger_path
-from megatron_csbp.transformer.traffic_ledger import Collective, Direction, Transfer, Volume
+from megatron_csbp.transformer.geometry.layer_plans import layer_plans
+from megatron_csbp.transformer.geometry.plan import AttentionPlan
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import CopyKind, Scheme, Sharding
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
+from megatron_csbp.transformer.traffic_ledger import Collective, Direction, Entry, Volume
 
 CP, BP, CSBP = Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL
 LAYERS = (3, 4)
@@ -38,21 +41,28 @@ def arguments(iteration: int = 0) -> Namespace:
     )
 
 
-def plan_of(scheme: Scheme = CSBP) -> AttentionPlan:
-    layout = SequenceLayout(sequence_length=64, block_size=4, group_size=4, rank=1, scheme=scheme)
-    return AttentionPlan(layout, CleanAttention.TOKEN_CAUSAL)
+def plan_of(scheme: Scheme = CSBP, window: int | None = None) -> AttentionPlan:
+    return layer_plans(Sample(64, 4), Sharding(4, scheme), 1).plan(Mask(CleanAttention.TOKEN_CAUSAL, window))
 
 
-@pytest.mark.parametrize("scheme, streams", [(CSBP, ["clean"]), (CP, ["clean", "corrupted"]), (BP, [])])
-def test_a_training_layer_exchanges_three_times_and_an_evaluating_one_once(scheme: Scheme, streams: list[str]) -> None:
+@pytest.mark.parametrize("scheme, copies", [(CSBP, ["clean"]), (CP, ["clean", "corrupted"]), (BP, [])])
+def test_a_training_layer_exchanges_three_times_and_an_evaluating_one_once(scheme: Scheme, copies: list[str]) -> None:
     forward = (Collective.GATHER, Direction.FORWARD)
     backward = ((Collective.GATHER, Direction.BACKWARD), (Collective.REDUCE_SCATTER, Direction.BACKWARD))
     for training, exchanges in ((True, (forward, *backward)), (False, (forward,))):
         assert closed_form(arguments(), plan_of(scheme), 7, training=training) == {
-            Transfer(7, Stream(stream), *exchange): Volume(1, UNIT * 4 // 3, UNIT)
-            for stream in streams
+            Entry(7, CopyKind(kind), *exchange): Volume(1, UNIT * 4 // 3, UNIT)
+            for kind in copies
             for exchange in exchanges
         }
+
+
+def test_a_layer_with_a_window_exchanges_its_halo_and_nothing_that_it_holds() -> None:
+    """Rank 1 of 4 has the chunks 1 and 6 of 8 positions: it needs 5 before each, and sends 5 to ranks 2 and 0."""
+    halo = 10 * 2 * 3 * 8 * 2 * 2
+    volumes = closed_form(arguments(), plan_of(window=6), 7, training=True)
+    assert set(volumes.values()) == {Volume(1, halo, halo)}
+    assert len(volumes) == 3
 
 
 def test_evaluation_may_have_a_micro_batch_size_of_its_own() -> None:

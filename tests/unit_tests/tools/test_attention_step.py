@@ -6,12 +6,14 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention, allowed_pairs
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout
 from torch import Tensor
 
 from megatron_csbp.tools.attention_step import CollectiveBytes, attention_step, fake_group
 from megatron_csbp.tools.flops import ModelShape
+from megatron_csbp.transformer.geometry.layer_plans import layer_plans
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, allowed_pairs
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 
 SHAPE = ModelShape(
@@ -46,10 +48,12 @@ class CountingKernel(TorchCpuKernel):
     def _count(self, name: str, query_GTND: Tensor, key_GUKD: Tensor, causal: bool) -> None:
         problems, rows, heads, _ = query_GTND.shape
         keys = key_GUKD.shape[1]
-        assert heads == SHAPE.num_query_heads
         assert key_GUKD.shape[0] == problems
         assert not causal or rows == keys
-        self.pairs[name] += problems * (rows * (rows + 1) // 2 if causal else rows * keys)
+        # Small tiles have their query heads as further rows.
+        assert heads == SHAPE.num_query_heads or (not causal and heads == SHAPE.num_key_value_heads)
+        pairs = problems * (rows * (rows + 1) // 2 if causal else rows * keys)
+        self.pairs[name] += pairs * heads // SHAPE.num_query_heads
 
 
 @pytest.mark.parametrize("clean_attention", CleanAttention)
@@ -58,23 +62,22 @@ def test_kernels_are_given_just_the_pairs_that_the_mask_allows(
     blocks_per_chunk: int, clean_attention: CleanAttention
 ) -> None:
     for group_size, scheme in product([2, 8], [Scheme.CONTEXT_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL]):
-        length = 2 * group_size * blocks_per_chunk * 32
+        sample, mask = Sample(2 * group_size * blocks_per_chunk * 32, 32), Mask(clean_attention)
         executed = {"forward": 0, "backward": 0}
         for rank in range(group_size):
-            layout = SequenceLayout(
-                sequence_length=length, block_size=32, group_size=group_size, rank=rank, scheme=scheme
-            )
             kernel = CountingKernel()
             with fake_group(group_size, rank) as group:
-                attention_step(AttentionPlan(layout, clean_attention), SHAPE, group, kernel=kernel)()
+                plan = layer_plans(sample, Sharding(group_size, scheme), rank).plan(mask)
+                attention_step(plan, SHAPE, group, kernel=kernel)()
             executed = {name: pairs + kernel.pairs[name] for name, pairs in executed.items()}
-        allowed = allowed_pairs(length, 32, clean_attention)
+        allowed = allowed_pairs(sample, mask)
         assert executed == {"forward": allowed, "backward": allowed}
 
 
 def test_bytes_are_those_of_each_operators_buffers() -> None:
-    with fake_group(4, 1) as group, CollectiveBytes(4) as collectives:
+    with fake_group(4, 1) as group, CollectiveBytes(4, 1) as collectives:
         dist.all_to_all_single(torch.empty(8), torch.empty(8), group=group)
+        dist.all_to_all_single(torch.empty(6), torch.empty(9), [3, 1, 0, 2], [4, 0, 5, 0], group=group)
         shares = [torch.empty(8), torch.empty(2)]
         # Named as the exchange names them for the torch at hand.
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -82,7 +85,11 @@ def test_bytes_are_those_of_each_operators_buffers() -> None:
         gather(shares[0], shares[1], group=group)
         gather(shares[0], shares[1], group=group)
         scatter(shares[1], shares[0], group=group)
-    assert collectives.remote_bytes == {"alltoall_base_": 24, "_allgather_base_": 48, "_reduce_scatter_base_": 24}
+    assert collectives.remote_bytes == {
+        "alltoall_base_": 24 + 5 * 4,
+        "_allgather_base_": 48,
+        "_reduce_scatter_base_": 24,
+    }
 
 
 def test_the_group_is_gone_afterwards() -> None:

@@ -4,15 +4,17 @@
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
-from megatron_csbp.transformer.attention_plan import CleanAttention, allowed_pairs
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_csbp.tools.flops import ModelShape, assignment_speedup, attention_work, training_flops
-from tests.support.dense_oracle import allowed_mask, whole_rows
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme, Sharding
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, all_rows, allowed_pairs, dense_mask
 
 SHAPE = ModelShape(
     num_layers=3,
@@ -26,13 +28,11 @@ SHAPE = ModelShape(
 CSBP = Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL
 
 
-def layout_of(group_size: int, blocks_per_chunk: int, scheme: Scheme = CSBP, block_size: int = 4) -> SequenceLayout:
-    return SequenceLayout(
-        sequence_length=2 * group_size * blocks_per_chunk * block_size,
-        block_size=block_size,
-        group_size=group_size,
-        scheme=scheme,
-    )
+TOKEN_CAUSAL = Mask(CleanAttention.TOKEN_CAUSAL)
+
+
+def sample_of(group_size: int, blocks_per_chunk: int) -> Sample:
+    return Sample(2 * group_size * blocks_per_chunk * 4, 4)
 
 
 def counted(modules: list[nn.Module], rows: int) -> int:
@@ -62,10 +62,11 @@ def test_a_pair_costs_what_pytorch_counts_for_dense_attention() -> None:
 
 def test_a_training_step_is_layers_pairs_and_logits() -> None:
     for clean_attention in CleanAttention:
-        pairs = int(allowed_mask(16, 4, clean_attention).sum())
+        sample, mask = Sample(16, 4), Mask(clean_attention)
+        pairs = int(dense_mask(sample, mask, all_rows(sample), all_rows(sample)).sum())
         expected = 3 * (32 * SHAPE.layer_flops_per_row + pairs * SHAPE.attention_flops_per_pair)
         expected += 11 * SHAPE.logit_flops_per_row
-        assert training_flops(SHAPE, 16, 4, clean_attention, loss_rows=11) == expected
+        assert training_flops(SHAPE, sample, [mask], loss_rows=11) == expected
 
 
 @pytest.mark.parametrize("clean_attention", CleanAttention)
@@ -74,36 +75,46 @@ def test_a_training_step_is_layers_pairs_and_logits() -> None:
 def test_each_rank_computes_the_pairs_of_its_rows_in_the_mask(
     scheme: Scheme, assignment: BlockAssignment, clean_attention: CleanAttention
 ) -> None:
-    layout = replace(layout_of(3, 5, scheme), assignment=assignment)
-    mask = allowed_mask(layout.sequence_length, layout.block_size, clean_attention)
-    expected = tuple(int(mask[whole_rows(replace(layout, rank=rank))].sum()) for rank in range(3))
-    assert attention_work(layout, clean_attention).pairs == expected
+    sample, sharding, mask = sample_of(3, 5), Sharding(3, scheme, assignment), Mask(clean_attention)
+    ranks = [RankRows(sample, sharding, rank) for rank in range(3)]
+    expected = tuple(
+        int(dense_mask(sample, mask, (rows.sample_positions, rows.copies), all_rows(sample)).sum()) for rows in ranks
+    )
+    assert attention_work(sample, sharding, mask).pairs == expected
 
 
 @pytest.mark.parametrize("group_size, blocks_per_chunk", list(product([2, 4, 64], [4, 5, 32])))
 def test_sharded_schemes_waste_nothing_and_dual_end_is_even(group_size: int, blocks_per_chunk: int) -> None:
     for scheme, clean_attention in product([Scheme.CONTEXT_PARALLEL, CSBP], CleanAttention):
-        work = attention_work(layout_of(group_size, blocks_per_chunk, scheme), clean_attention)
+        sample, sharding = sample_of(group_size, blocks_per_chunk), Sharding(group_size, scheme)
+        work = attention_work(sample, sharding, Mask(clean_attention))
         assert work.executed_ratio == 1.0
         assert work.imbalance == 1.0
 
 
 def test_contiguous_assignment_is_uneven_and_slower() -> None:
     for group_size in (2, 8, 64):
-        layout = layout_of(group_size, 16)
-        contiguous = attention_work(
-            replace(layout, assignment=BlockAssignment.CONTIGUOUS), CleanAttention.TOKEN_CAUSAL
-        )
+        sample, sharding = sample_of(group_size, 16), Sharding(group_size, CSBP, BlockAssignment.CONTIGUOUS)
+        contiguous = attention_work(sample, sharding, TOKEN_CAUSAL)
         assert contiguous.executed_ratio == 1.0
         assert contiguous.imbalance > 1.4 * group_size
-        speedup = assignment_speedup(layout, CleanAttention.TOKEN_CAUSAL)
+        speedup = assignment_speedup(sample, sharding, TOKEN_CAUSAL)
         assert speedup == pytest.approx(max(contiguous.pairs) * group_size / sum(contiguous.pairs))
         assert 1.4 < speedup < 2
 
 
 def test_pure_bp_repeats_the_clean_copy_on_every_rank() -> None:
-    layout = layout_of(4, 8, Scheme.BLOCK_PARALLEL)
-    length = layout.sequence_length
-    work = attention_work(layout, CleanAttention.TOKEN_CAUSAL)
-    assert work.allowed == allowed_pairs(length, 4, CleanAttention.TOKEN_CAUSAL)
-    assert sum(work.pairs) - work.allowed == 3 * length * (length + 1) // 2
+    sample = sample_of(4, 8)
+    work = attention_work(sample, Sharding(4, Scheme.BLOCK_PARALLEL), TOKEN_CAUSAL)
+    assert work.allowed == allowed_pairs(sample, TOKEN_CAUSAL)
+    assert sum(work.pairs) - work.allowed == 3 * sample.length * (sample.length + 1) // 2
+
+
+def test_views_windows_and_active_blocks_cost_their_own_rows_and_pairs() -> None:
+    active = np.zeros((2, 4), dtype=bool)
+    active[0, 1:3] = active[1, 3] = True
+    sample = Sample(16, 4, 2, active=active)
+    windows = [TOKEN_CAUSAL, Mask(CleanAttention.TOKEN_CAUSAL, 3), Mask(CleanAttention.TOKEN_CAUSAL, 3)]
+    pairs = sum(int(dense_mask(sample, mask, all_rows(sample), all_rows(sample)).sum()) for mask in windows)
+    expected = 3 * (16 + 3 * 4) * SHAPE.layer_flops_per_row + pairs * SHAPE.attention_flops_per_pair
+    assert training_flops(SHAPE, sample, windows, loss_rows=0) == expected

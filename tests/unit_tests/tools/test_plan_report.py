@@ -5,19 +5,19 @@ import json
 from pathlib import Path
 
 import pytest
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.layout import Scheme
 
+from megatron_csbp.tools.attention_step import exchanged_by_layer
 from megatron_csbp.tools.plan_report import (
     EXCHANGES,
     MODELS,
     exchanged_bytes,
+    last_rank_plan,
     main,
     plan_row,
     plan_rows,
-    sequence_layout,
 )
-from megatron_csbp.tools.attention_step import exchanged_by_layer
+from megatron_csbp.transformer.geometry.scheme import Scheme
+from megatron_csbp.transformer.geometry.visibility import CleanAttention
 
 TOKEN_CAUSAL = CleanAttention.TOKEN_CAUSAL
 CP, BP, CSBP = Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL
@@ -44,7 +44,7 @@ def test_planning_a_million_tokens_on_64_ranks_takes_under_a_second() -> None:
 def test_the_exchange_starts_just_the_collectives_that_the_plan_says(
     model: str, length: int, group_size: int, scheme: Scheme, clean_attention: CleanAttention
 ) -> None:
-    plan = AttentionPlan(sequence_layout(scheme, length, group_size, 32), clean_attention)
+    plan = last_rank_plan(scheme, length, group_size, 32, clean_attention)
     expected = EXCHANGES * exchanged_bytes(plan, MODELS[model])
     assert exchanged_by_layer(plan, MODELS[model]) == expected
     assert bool(expected) == (scheme is not BP)

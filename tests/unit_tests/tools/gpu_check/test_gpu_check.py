@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_csbp.transformer.layout import Scheme
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 
@@ -23,7 +22,9 @@ from megatron_csbp.tools.gpu_check import timing, training_step, whole_group
 from megatron_csbp.tools.gpu_check.settings import full_form, reduced_form
 from megatron_csbp.tools.gpu_check.timing import time_backend, time_dense_flex
 from megatron_csbp.tools.gpu_check.whole_group import allowed_mask, dense_attention, group_attention, random_problem
-from megatron_csbp.transformer.geometry.visibility import CleanAttention
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Scheme
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
 from megatron_csbp.transformer.kernels import AttentionKernel, flex
 from megatron_csbp.transformer.kernels.flex import FlexKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
@@ -71,10 +72,9 @@ def test_the_whole_script_runs_on_a_cpu_with_its_table_last(tmp_path: Path) -> N
     }
     assert all(0 < row["ratio"] <= 2 for row in found["accuracy"])
     assert {row["what"] for row in found["timings"]} == {
-        "tiles: prefix",
-        "tiles: clean diagonal",
-        "tiles: corrupted diagonal",
-        "tiles: staircase",
+        "tiles: local full",
+        "tiles: local causal",
+        "tiles: gathered full",
         "whole CSBP rank",
         "whole sequence, one rank",
         "plain causal attention of equal work",
@@ -156,10 +156,11 @@ def test_a_training_step_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("clean", CleanAttention)
 def test_its_own_dense_attention_is_that_of_the_tests(clean: CleanAttention) -> None:
     problem = random_problem(replace(SETTINGS, accuracy_length=32)).to(torch.float64)
-    assert torch.equal(allowed_mask(32, 8, clean), dense_oracle.allowed_mask(32, 8, clean))
+    sample, mask = Sample(32, 8), Mask(clean)
+    assert torch.equal(allowed_mask(32, 8, clean), dense_oracle.allowed_mask(sample, mask))
     ours = dense_attention(problem, 8, clean)
     theirs = dense_oracle.dense_attention(
-        dense_oracle.Problem(problem.query, problem.key, problem.value, problem.grad_out), 8, clean
+        dense_oracle.Problem(problem.query, problem.key, problem.value, problem.grad_out), sample, mask
     )
     for name, got in (("out", ours.out), ("dq", ours.grad_query), ("dk", ours.grad_key), ("dv", ours.grad_value)):
         torch.testing.assert_close(got, getattr(theirs, name), atol=1e-12, rtol=1e-12)

@@ -81,9 +81,7 @@ def test_transformer_engine_is_refused_where_its_fused_attention_is_turned_off(
 
 
 def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(
-        ValueError, match=r"'fast' is not a backend; use auto, .*, torch, flex, hybrid\.$"
-    ):
+    with pytest.raises(ValueError, match=r"'fast' is not a backend; use auto, .*, torch, flex, hybrid\.$"):
         select_kernel("fast", CPU)
 
 

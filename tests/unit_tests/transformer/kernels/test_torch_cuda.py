@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_csbp.transformer.layout import Scheme
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.kernels import HeadShape, torch_cuda
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.self_test import check_kernel
 from megatron_csbp.transformer.kernels.torch_cuda import TorchCudaKernel, choose_operator
 from tests.support.attention_cases import Case, attend_on_group
-from tests.support.dense_oracle import dense_attention
 from tests.support.simulated_group import SimulatedCollectives
 
 aten = torch.ops.aten
@@ -276,7 +275,7 @@ def test_a_whole_group_is_exact(
     case = Case(scheme=Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL, group_size=2, micro_batch_size=2)
     problem = case.problem()
     got = attend_on_group(case, problem, kernel=TorchCudaKernel())
-    errors = got.max_errors(dense_attention(problem, case.block_size, case.clean_attention))
+    errors = got.max_errors(case.dense(problem))
     assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}
 
 

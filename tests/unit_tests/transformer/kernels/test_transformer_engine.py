@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_csbp.transformer.layout import Scheme
 from torch import Tensor
 
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels import transformer_engine
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
@@ -22,7 +22,6 @@ from megatron_csbp.transformer.kernels.transformer_engine import TransformerEngi
 from megatron_csbp.transformer.kernels.transformer_engine_adapter import FusedAttention
 from megatron_csbp.transformer.kernels.transformer_engine_symbols import import_symbols
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
-from tests.support.dense_oracle import dense_attention
 from tests.support.simulated_group import SimulatedCollectives
 from tests.support.transformer_engine_signatures import SIGNATURES
 from tests.support.transformer_engine_stand_in import StandIn
@@ -105,7 +104,7 @@ def test_a_whole_group_is_as_exact_as_on_the_torch_backend(
     case = Case(scheme=scheme, group_size=group_size, clean_attention=clean_attention, micro_batch_size=2)
     problem = case.problem()
     got = attend_on_group(case, problem, kernel=kernel_on(StandIn(version, exact=True)))
-    errors = got.max_errors(dense_attention(problem, case.block_size, clean_attention))
+    errors = got.max_errors(case.dense(problem))
     assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}
 
 
@@ -122,8 +121,8 @@ def test_a_whole_group_in_bf16_errs_at_most_twice_as_much_as_dense_bf16(
         head_dim=32,
     )
     given = case.problem().to(torch.bfloat16)
-    exact = dense_attention(given.to(torch.float64), case.block_size, case.clean_attention)
-    dense = dense_attention(given, case.block_size, case.clean_attention).max_errors(exact)
+    exact = case.dense(given.to(torch.float64))
+    dense = case.dense(given).max_errors(exact)
     got = attend_on_group(case, given, kernel=kernel_on(StandIn())).max_errors(exact)
     assert {part: error / dense[part] for part, error in got.items() if not error <= 2 * dense[part]} == {}
 

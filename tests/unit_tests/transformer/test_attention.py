@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme
 from torch import Tensor
 
 from megatron_csbp.transformer.attention import block_diffusion_attention
+from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group, attend_on_rank
-from tests.support.dense_oracle import Problem, Result, dense_attention
+from tests.support.dense_oracle import Problem, Result
 from tests.support.simulated_group import SimulatedCollectives
 
 TOLERANCE = 1e-12
@@ -86,7 +86,7 @@ def test_forward_and_all_six_gradients_equal_the_dense_oracle(
     case: Case, simulated_collectives: SimulatedCollectives
 ) -> None:
     problem = case.problem()
-    assert_exact(attend_on_group(case, problem), dense_attention(problem, case.block_size, case.clean_attention))
+    assert_exact(attend_on_group(case, problem), case.dense(problem))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -98,7 +98,7 @@ def test_reference_kernel_and_both_kinds_of_reduce_scatter_are_exact(
     case = Case(scheme=scheme, group_size=4, micro_batch_size=2)
     problem = case.problem()
     got = attend_on_group(case, problem, kernel=ReferenceKernel())
-    assert_exact(got, dense_attention(problem, case.block_size, case.clean_attention))
+    assert_exact(got, case.dense(problem))
     names = {name for _, name, _ in simulated_collectives.payloads}
     reduction = "reduce_scatter" if backend == "nccl" else "all_to_all"
     assert names == (set() if scheme is Scheme.BLOCK_PARALLEL else {"all_gather", reduction})
@@ -135,7 +135,7 @@ def test_strided_inputs_and_gradients_are_exact(
     assert not any(tensor.is_contiguous() for tensor in inputs)
     out = block_diffusion_attention(inputs[0], inputs[1], inputs[2], case.context(0, None))
     grads = torch.autograd.grad(out, inputs, problem.grad_out)
-    expected = dense_attention(problem, case.block_size, case.clean_attention)
+    expected = case.dense(problem)
     assert_exact(Result(out.detach(), *grads), expected)
 
 
@@ -196,8 +196,8 @@ def test_bf16_errs_at_most_twice_as_much_as_dense_bf16_attention(
         head_dim=32,
     )
     given = case.problem().to(torch.bfloat16)
-    exact = dense_attention(given.to(torch.float64), case.block_size, clean_attention)
-    dense = dense_attention(given, case.block_size, clean_attention).max_errors(exact)
+    exact = case.dense(given.to(torch.float64))
+    dense = case.dense(given).max_errors(exact)
     got = attend_on_group(case, given).max_errors(exact)
     assert {part: error / dense[part] for part, error in got.items() if not error <= 2 * dense[part]} == {}
 
