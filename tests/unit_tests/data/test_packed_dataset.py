@@ -13,7 +13,7 @@ from megatron_csbp.objectives import ObjectiveConfig, build_objective
 from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, layer_plans
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import CLEAN, Scheme, Sharding
-from tests.unit_tests.data.support import VOCAB, config, write_indexed
+from tests.unit_tests.data.support import VOCAB, Tokenizer, write_indexed
 
 LENGTH, BLOCK, MASK = 64, 8, 190
 SHARDING = Sharding(2, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
@@ -34,12 +34,25 @@ def packed(folder: Path, docs: list[np.ndarray], marked: bool = True, samples: i
     prefix = write_indexed(folder / "d", docs)
     if marked:
         write_indexed(Path(f"{prefix}{LOSS_SUFFIX}"), [marks.astype(np.uint8) for marks in answers(docs)], np.uint8)
-    fields = vars(config(LENGTH, [prefix], split="1,0,0", path_to_cache=str(folder / "cache")))
-    known = {name: value for name, value in fields.items() if name in PackedDatasetConfig.__dataclass_fields__}
-    for derived in ("blend_per_split", "split_matrix", "mock"):
-        known.pop(derived, None)
-    settings = PackedDatasetConfig(**{**known, "diffusion_block_size": BLOCK, **options})
-    return BlendedMegatronDatasetBuilder(PackedDataset, [samples, 0, 0], lambda: True, settings).build()[0]
+    return built(folder, samples, **options)
+
+
+def built(folder: Path, samples: int | None, **options: Any) -> Any:
+    settings = PackedDatasetConfig(
+        random_seed=1,
+        sequence_length=LENGTH,
+        blend=([str(folder / "d")], None),
+        split="1,0,0",
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        diffusion_block_size=BLOCK,
+        **options,
+    )
+    sizes = [samples, 0, 0]
+    return BlendedMegatronDatasetBuilder(PackedDataset, sizes, lambda: True, settings).build()[Split.train.value]
 
 
 def wrapped(dataset: Any, rank: int = 0, sharding: Sharding = SHARDING, name: str = "nemotron", **options: Any) -> Any:
@@ -169,20 +182,4 @@ def test_marks_of_other_documents_are_refused(tmp_path: Path) -> None:
     prefix = write_indexed(tmp_path / "d", texts())
     write_indexed(Path(f"{prefix}{LOSS_SUFFIX}"), [np.ones(3)], np.uint8)
     with pytest.raises(ValueError, match=r"d\.loss\.idx marks other documents"):
-        packed_from(tmp_path)
-
-
-def packed_from(folder: Path) -> Any:
-    settings = PackedDatasetConfig(
-        random_seed=1,
-        sequence_length=LENGTH,
-        blend=([str(folder / "d")], None),
-        split="1,0,0",
-        tokenizer=config(LENGTH, ["x"]).tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-        diffusion_block_size=BLOCK,
-    )
-    return BlendedMegatronDatasetBuilder(PackedDataset, [4, 0, 0], lambda: True, settings).build()[Split.train.value]
+        built(tmp_path, 4)
