@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_csbp import megatron_compat
+from megatron_csbp import megatron_compat, megatron_model
 from megatron_csbp.arguments import static_plans
 from megatron_csbp.loss.row_losses import LossRowSelection, RowLosses, select_loss_rows
 from megatron_csbp.objectives.interface import LossSums, Objective
@@ -72,7 +72,7 @@ class BlockDiffusionForwardStep:
         if model.training:
             self._flops.count_micro_batch(model, plans.rows.sample, 0 if selection is None else selection.num_rows)
         params = None if own_plans is None else sample_params(own_plans)
-        megatron_compat.use_rows_in_rotary(model, None if own_plans is None else own_plans.rows)
+        megatron_model.use_rows_in_rotary(model, None if own_plans is None else own_plans.rows)
         if batch is None or selection is None:
             return model(None, None, None, packed_seq_params=params), None
         excluded = self.args.mask_token_id if self.objective.excludes_mask_logit else None

@@ -9,7 +9,7 @@ from argparse import Namespace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from megatron_csbp import megatron_compat, megatron_reporting
+from megatron_csbp import megatron_model, megatron_reporting
 from megatron_csbp.arguments import layer_mask, static_sample
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.visibility import Mask, allowed_pairs
@@ -70,7 +70,7 @@ def _num_rows(sample: Sample) -> int:
 
 
 def _mean_pairs(args: Namespace, sample: Sample) -> float:
-    windows = [megatron_compat.layer_window(args, number) for number in range(1, args.num_layers + 1)]
+    windows = [megatron_model.layer_window(args, number) for number in range(1, args.num_layers + 1)]
     return sum(
         windows.count(window) * _pairs(sample, layer_mask(args, window)) for window in dict.fromkeys(windows)
     ) / len(windows)

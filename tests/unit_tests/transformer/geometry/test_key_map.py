@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_csbp.transformer.geometry.key_map import KeyMap, gather_slot
+from megatron_csbp.transformer.geometry.needs import Lowering
 from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import CLEAN, BlockAssignment, Scheme, Sharding
 from megatron_csbp.transformer.geometry.tiles import KeySource
-from megatron_csbp.transformer.geometry.transfers import Lowering
 
 CSBP = Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL
 

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_csbp.transformer.geometry.needs import Lowering, Needs, merge, subtract
 from megatron_csbp.transformer.geometry.plan import AttentionPlan, plan_attention
 from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import CLEAN, BlockAssignment, CopyKind, Scheme, Sharding
-from megatron_csbp.transformer.geometry.transfers import Lowering, Needs, clean_transfer, merge, row_bytes, subtract
+from megatron_csbp.transformer.geometry.transfers import clean_transfer, row_bytes
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, WindowAnchor
 from tests.support.geometry_cases import groups
 from tests.support.plan_check import Group, arrives, whole_rows
