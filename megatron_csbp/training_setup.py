@@ -8,6 +8,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 # Bound here, before `launch` rebinds the name in its module.
@@ -47,7 +48,10 @@ ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
 
 
 def parse_and_validate_args(
-    runtime: RuntimeInfo, extra_args_provider: ArgsProvider | None = None, args_defaults: dict[str, Any] | None = None
+    runtime: RuntimeInfo,
+    extra_args_provider: ArgsProvider | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    yaml_path: Path | None = None,
 ) -> Namespace:
     """Parse Megatron's flags and ours, check every rule, and print the start summary on rank 0.
 
@@ -55,11 +59,13 @@ def parse_and_validate_args(
         runtime: the device that was chosen.
         extra_args_provider: further flags, as for Megatron's function of the same name.
         args_defaults: as for Megatron's function.
+        yaml_path: what `--yaml-cfg` names, if it is no longer on the command line.
 
     Raises:
         ValueError: a rule is broken or a flag unknown, on every rank, before any collective.
     """
-    yaml_path, sys.argv[1:] = take_yaml_flag(sys.argv[1:])
+    from_command_line, sys.argv[1:] = take_yaml_flag(sys.argv[1:])
+    yaml_path = yaml_path or from_command_line
     given: set[str] = flags_given(sys.argv[1:])
     changes: list[Change] = []
     parsers: list[ArgumentParser] = []
