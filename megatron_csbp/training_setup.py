@@ -100,18 +100,23 @@ def parse_and_validate_args(
 
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
-        check_vocabulary(args, megatron_start.eod_token_id())
-        layout = arguments.sequence_layout(args, rank=0)
-        fill_head_groups(args, AttentionPlan(layout, CleanAttention(args.clean_attention)))
-        fill_loss_chunk_rows(args)
-        args.csbp_whole_last_layer = why_last_layer_is_whole(args, objective_from_args(args).loss_on_clean_rows)
-        validate_data_files(args)
-        correct_distributed_optimizer_now()
-        megatron_checkpoints.save_clean_length()
+        _set_up_block_diffusion(args)
     start = check_start(args, FlagNames(parsers[-1]))
     keep_others_out(args)
     print_start_summary(args, runtime, changes, start)
     return args
+
+
+def _set_up_block_diffusion(args: Namespace) -> None:
+    """Check and fill in what needs the tokenizer and validated arguments, and correct Megatron where it has no seam."""
+    check_vocabulary(args, megatron_start.eod_token_id())
+    layout = arguments.sequence_layout(args, rank=0)
+    fill_head_groups(args, AttentionPlan(layout, CleanAttention(args.clean_attention)))
+    fill_loss_chunk_rows(args)
+    args.csbp_whole_last_layer = why_last_layer_is_whole(args, objective_from_args(args).loss_on_clean_rows)
+    validate_data_files(args)
+    correct_distributed_optimizer_now()
+    megatron_checkpoints.save_clean_length()
 
 
 def keep_others_out(args: Namespace) -> None:
