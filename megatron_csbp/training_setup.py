@@ -108,7 +108,7 @@ def parse_and_validate_args(
 
 
 def _set_up_block_diffusion(args: Namespace) -> None:
-    """Check and fill in what needs the tokenizer and validated arguments, and correct Megatron where it has no seam."""
+    """Check and fill in what needs tokenizer and validated arguments; correct Megatron where it has no seam."""
     check_vocabulary(args, megatron_start.eod_token_id())
     layout = arguments.sequence_layout(args, rank=0)
     fill_head_groups(args, AttentionPlan(layout, CleanAttention(args.clean_attention)))
