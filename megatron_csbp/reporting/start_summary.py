@@ -14,6 +14,7 @@ from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import latest_iteration
 from megatron_csbp.configuration.performance_arguments import local_key_value_heads, unit_bytes
 from megatron_csbp.cpu_runtime import RuntimeInfo
+from megatron_csbp.reporting.mask_token import mask_token_lines
 from megatron_csbp.reporting.model_flops import ModelFlops
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
 from megatron_csbp.transformer.kernels import AttentionKernel, HeadShape, checked_kernel
@@ -73,7 +74,8 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
         f"  scheme: {layout.scheme} over {layout.group_size} rank(s); tensor {args.tensor_model_parallel_size} x "
         f"pipeline {args.pipeline_model_parallel_size} x data {args.data_parallel_size}",
         f"  objective: {args.diffusion_objective}, clean attention {args.clean_attention}, noise "
-        f"{args.noise_schedule} eps {args.noise_eps}, mask token {args.mask_token_id}",
+        f"{args.noise_schedule} eps {args.noise_eps}",
+        *(mask_token_lines(args) if args.rank == 0 else []),
         f"  sequence: {layout.sequence_length} clean tokens, {layout.num_blocks} blocks of {layout.block_size}, "
         f"{layout.num_chunks} chunks of {layout.chunk_length}; {layout.num_rows} rows per rank",
         f"  attention backend: {kernel.name} (--csbp-attention-backend {args.csbp_attention_backend})",
