@@ -118,8 +118,8 @@ def _add_measuring_arguments(group: _Group) -> None:
         "--csbp-timing",
         action="store_true",
         help="Log at every --log-interval how long computation stood still for the attention's collectives (timer "
-        "csbp-exposed-communication, over all ranks, also in TensorBoard) and clean tokens per second. On CUDA the "
-        "host then waits for the device once in an iteration.",
+        "csbp-exposed-communication, over all ranks, also in TensorBoard). On CUDA the host then waits for the device "
+        "once in an iteration.",
     )
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_csbp import megatron_compat
+from megatron_csbp import megatron_compat, megatron_reporting
 from megatron_csbp.arguments import sequence_layout
-from megatron_csbp.loss.objectives.interface import LossSums, Objective
+from megatron_csbp.loss.objectives.interface import LossSums, Objective, ratio
 from megatron_csbp.loss.row_losses import LossRowSelection, RowLosses, select_loss_rows
 from megatron_csbp.reporting.instruments import Instruments
 from megatron_csbp.reporting.model_flops import ModelFlops
@@ -76,6 +76,8 @@ class BlockDiffusionForwardStep:
         selection = select_loss_rows(batch["labels"], batch["loss_weights"], self._is_corrupted_S)
         if model.training:
             self._flops.count_micro_batch(model, selection.rows_R.numel())
+            if self.instruments is not None and megatron_reporting.computes_loss(model):
+                self.instruments.count_loss_rows(selection.rows_R.numel())
         excluded = self.args.mask_token_id if self.objective.excludes_mask_logit else None
         output = model(
             batch["tokens"],
@@ -102,7 +104,10 @@ class BlockDiffusionForwardStep:
         weighted_R = losses_R * selection.weights_R
         loss = weighted_R.sum()
         megatron_compat.check_loss(loss, self.args)
-        reports = self.objective.reports(loss_sums(batch, selection, weighted_R.detach()), evaluating)
+        sums = loss_sums(batch, selection, weighted_R.detach())
+        reports = self.objective.reports(sums, evaluating)
+        if not evaluating:
+            reports["masked fraction"] = ratio(sums.corrupted_rows, sums.num_supervised)
         packed = {
             name: torch.stack([numerator.float(), denominator.float()])
             for name, (numerator, denominator) in reports.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--csbp-timing`: exposed communication of the attention and clean tokens per second, at every log interval."""
+"""`--csbp-timing`: exposed communication of the attention, at every log interval."""
 
 from argparse import Namespace
 
@@ -10,7 +10,6 @@ from megatron_csbp.transformer.wait_clock import WaitClock, wait_clock
 
 EXPOSED = "csbp-exposed-communication"
 """Megatron timer: time per iteration that this rank's computation stood still for an exchange of the attention."""
-TOKENS_PER_SECOND = "clean-tokens-per-second"
 
 
 class TimingReport:
@@ -29,8 +28,6 @@ class TimingReport:
         self.clock: WaitClock = wait_clock(device)
         self._exposed_seconds = 0.0
         self._iterations = 0
-        self._samples = 0
-        self._reported_at: float | None = None
 
     def end_iteration(self, args: Namespace) -> None:
         """Add an iteration and, where Megatron logs one, report the interval. Every rank has to call it.
@@ -40,17 +37,8 @@ class TimingReport:
         """
         self._exposed_seconds += self.clock.take_seconds()
         self._iterations += 1
-        self._samples += megatron_reporting.global_batch_size()
         iteration = args.curr_iteration + 1
         if iteration % args.log_interval:
             return
-        seconds = megatron_reporting.training_seconds()
-        if self._reported_at is not None:  # the first interval would count what a run does once
-            rate = self._samples * args.clean_seq_length / (seconds - self._reported_at)
-            megatron_reporting.log_scalar(TOKENS_PER_SECOND, rate, iteration)
-            megatron_reporting.print_on_last_rank(
-                f" [csbp] iteration {iteration} | clean tokens per second: {rate:.1f} | per rank: "
-                f"{rate / args.world_size:.1f} |"
-            )
         megatron_reporting.log_timer(EXPOSED, self._exposed_seconds, self._iterations, iteration, args)
-        self._exposed_seconds, self._iterations, self._samples, self._reported_at = 0.0, 0, 0, seconds
+        self._exposed_seconds, self._iterations = 0.0, 0
