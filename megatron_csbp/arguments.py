@@ -101,10 +101,9 @@ def _add_measuring_arguments(group: _Group) -> None:
         "--csbp-timing",
         action="store_true",
         help="Log at every --log-interval how long computation stood still for the attention's collectives (timer "
-        "csbp-exposed-communication, over all ranks, also in TensorBoard) and clean tokens per second, which "
-        "--log-throughput logs too. On CUDA the host then waits for the device once in an iteration, and with "
-        "CUDA_DEVICE_MAX_CONNECTIONS=1 timing events may hold up what they time; megatron_csbp.tools.exposed_time "
-        "takes the figure from a profiler's trace.",
+        "csbp-exposed-communication, over all ranks, also in TensorBoard). On CUDA the host then waits for the device "
+        "once in an iteration, and with CUDA_DEVICE_MAX_CONNECTIONS=1 timing events may hold up what they time; "
+        "megatron_csbp.tools.exposed_time takes the figure from a profiler's trace.",
     )
 
 

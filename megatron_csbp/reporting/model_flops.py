@@ -26,8 +26,7 @@ class ModelFlops:
     def _logit_share(self) -> float:
         """Part of the operations for one row, attention apart, that Megatron gives to its logits."""
         per_row = megatron_reporting.stock_flops(self._args, rows=1.0, squared_lengths=0.0)
-        logits: int = 6 * self._args.hidden_size * self._args.padded_vocab_size
-        return logits / per_row
+        return self.per_loss_row() / per_row
 
     def mean_pairs(self, sample: Sample) -> float:
         """Return the query-key pairs that a layer's mask allows in one sample, on average over the layers.
@@ -54,6 +53,10 @@ class ModelFlops:
             rows += loss_rows * args.context_parallel_size * args.pipeline_model_parallel_size * self._logit_share
         # Megatron gives a causal sequence of n rows the work of n^2 / 2 pairs.
         megatron_reporting.count_rows(rows, 2.0 * self.mean_pairs(sample) * args.micro_batch_size)
+
+    def per_loss_row(self) -> float:
+        """Return the operations of the logits of one row."""
+        return float(6 * self._args.hidden_size * self._args.padded_vocab_size)
 
     def per_sequence(self) -> tuple[float, float]:
         """Return the operations of one sequence without its logits, and Megatron's own figure without its logits."""

@@ -14,6 +14,7 @@ from megatron_csbp.configuration.checkpoint_rules import Start
 from megatron_csbp.configuration.performance_arguments import exchange_bytes, local_key_value_heads
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.reporting.kernel_summary import attention_kernel_lines, head_shape
+from megatron_csbp.reporting.mask_token import mask_token_lines
 from megatron_csbp.reporting.model_flops import ModelFlops
 from megatron_csbp.transformer.geometry.layer_plans import LayerPlans
 from megatron_csbp.transformer.geometry.plan import AttentionPlan
@@ -85,7 +86,8 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
         f"pipeline {args.pipeline_model_parallel_size} x data {args.data_parallel_size}",
         *scheme_notes(rows),
         f"  objective: {args.diffusion_objective}, clean attention {args.clean_attention}, noise "
-        f"{args.noise_schedule} eps {args.noise_eps}, mask token {args.mask_token_id}",
+        f"{args.noise_schedule} eps {args.noise_eps}",
+        *(mask_token_lines(args) if args.rank == 0 else []),
         f"  sequence: {sample.length} clean tokens, {sample.num_blocks} blocks of {sample.block_size}{views}, "
         f"{sharding.num_chunks} chunks of {rows.chunk_length}; {rows.num_rows} rows per rank",
         *_kernel_lines(args, runtime, plans),
