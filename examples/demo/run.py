@@ -32,7 +32,7 @@ from megatron_csbp.data.train_tokenizer import MASK_TOKEN, train_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = "made-by-the-demo"
 MOST_THREADS = 4
-PROMPT = "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, name):\n        self.name = name\n\n    def read(self"
+PROMPT = "class Reader:\n    def __init__(self, name):\n        self.name = name\n\n    def read(self"
 
 
 def main() -> int:
