@@ -33,6 +33,7 @@ def test_a_row_has_a_key_and_a_value_of_each_head() -> None:
     assert row_bytes(num_key_value_heads=2, head_dim=4, itemsize=8, micro_batch_size=3) == 384
 
 
+@settings(max_examples=30)
 @given(st.integers(2, 64), st.integers(1, 5), st.sampled_from(BlockAssignment))
 def test_full_attention_gathers_all_other_shards(size: int, blocks: int, assignment: BlockAssignment) -> None:
     length = 2 * size * blocks * 4
@@ -54,7 +55,8 @@ def test_nemotron_14b_at_256k_on_8_ranks_needs_105_gib_where_cp_needs_210() -> N
     assert gib == {CP: 210.0, CSBP: 105.0}
 
 
-@given(st.integers(2, 32), st.data())
+@settings(max_examples=25)
+@given(st.integers(2, 16), st.data())
 def test_a_window_within_a_chunk_brings_a_halo_of_w_minus_1_rows_for_each_chunk(
     size: int, data: st.DataObject
 ) -> None:
