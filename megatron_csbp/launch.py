@@ -96,7 +96,7 @@ def _parse_and_validate_args(
             raise ValueError(
                 "megatron_csbp.launch runs scripts that know all their arguments (ignore_unknown_args is off)."
             )
-        args = training_setup.parse_and_validate_args(runtime, extra_args_provider, args_defaults, yaml_path)
+        args = training_setup.parse_and_validate_args(runtime, extra_args_provider, args_defaults, yaml_path=yaml_path)
         training_setup.end_dry_run(args)
         return args
 

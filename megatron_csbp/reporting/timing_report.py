@@ -16,10 +16,10 @@ class TimingReport:
     """Measures one rank, and reports through Megatron's timers and writers.
 
     Attributes:
-        clock: what the exchanges measure their waits with; None if they are not measured.
+        clock: what the exchanges measure their waits with.
     """
 
-    def __init__(self, device: torch.device = True) -> None:
+    def __init__(self, device: torch.device) -> None:
         """Start with nothing measured.
 
         Args:
