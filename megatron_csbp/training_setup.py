@@ -26,7 +26,7 @@ from megatron_csbp.configuration.flag_names import FlagNames
 from megatron_csbp.configuration.hardware_queues import check_one_queue
 from megatron_csbp.configuration.objective_flags import objective_from_args
 from megatron_csbp.configuration.output_folders import check_output_folders
-from megatron_csbp.configuration.own_geometries import check_own_geometries, prepare_own_geometries
+from megatron_csbp.configuration.own_geometries import prepare_own_geometries
 from megatron_csbp.configuration.performance_arguments import (
     fill_head_groups,
     fill_loss_chunk_rows,
@@ -104,7 +104,6 @@ def parse_and_validate_args(
     def after(args: Namespace) -> None:
         changes.extend(arguments.prepare_after_validation(args))
         if arguments.is_block_diffusion(args) and has_own_geometries(args):
-            check_own_geometries(args)
             prepare_own_geometries(args)
 
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)

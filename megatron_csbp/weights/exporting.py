@@ -108,7 +108,7 @@ def changed_config(
     heads = {"group_query_attention": True, "num_query_groups": arguments["num_attention_heads"]}
     saved = dict(arguments) if arguments.get("group_query_attention") else {**arguments, **heads}
     trained = config_from_arguments(family.config, saved, config["vocab_size"])
-    expected = arguments_from_config(family.config, config, 1)
+    expected = arguments_from_config(family.config, dict(config), 1)
     before, after = arguments_of_rope(config), arguments_of_rope(trained)
     free = {*_FREE, *before, *after} | ({"untie_embeddings_and_output_weights"} if family.head_is_its_own else set())
     movable = {setting.argument: setting.config for setting in family.config.settings if setting.may_change}
