@@ -152,5 +152,5 @@ def use_checkpoint_length(args: Namespace) -> None:
     """Take L, not the row count, where `--use-checkpoint-args` supplies `--seq-length` from a block-diffusion run."""
     found = check_files(args)
     saved = found[1].get("args") if found is not None else None
-    if getattr(saved, "clean_seq_length", None) is not None:
+    if saved is not None and getattr(saved, "clean_seq_length", None) is not None:
         args.seq_length = saved.clean_seq_length
