@@ -52,6 +52,12 @@ unit: $(INSTALLED) ## Run the unit tests
 functional: $(INSTALLED) ## Run the functional tests: whole runs of the real entries
 	$(BIN)/python -m pytest tests/functional
 
+MUTANTS ?= 100
+MUTATED ?= megatron_csbp/transformer megatron_csbp/loss
+.PHONY: mutate
+mutate: $(INSTALLED) ## Change the code in MUTANTS places, one at a time, and see which the unit tests notice (hours)
+	$(BIN)/python -m tests.support.mutate --sample $(MUTANTS) $(MUTATED)
+
 .PHONY: lint
 lint: $(INSTALLED) ## Check style, formatting, types and the direction of imports
 	$(BIN)/ruff check .

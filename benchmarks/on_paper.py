@@ -98,16 +98,19 @@ class PairCounter:
     Attributes:
         inner: the kernel.
         pairs: query-key pairs of the forward calls, for one head.
+        num_query_heads: N.
     """
 
+    num_query_heads: int
     inner: AttentionKernel = field(default_factory=TorchCpuKernel)
     pairs: int = 0
     name: str = "counting"
 
     def forward(self, *tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel.forward`."""
-        (problems, rows), keys = tensors[0].shape[:2], tensors[1].shape[1]
-        self.pairs += problems * (rows * (rows + 1) // 2 if causal else rows * keys)
+        (problems, rows, heads), keys = tensors[0].shape[:3], tensors[1].shape[1]
+        pairs = problems * (rows * (rows + 1) // 2 if causal else rows * keys)
+        self.pairs += pairs * heads // self.num_query_heads  # small tiles have query heads as further rows
         return self.inner.forward(*tensors, causal=causal, scale=scale)
 
     def backward(self, *tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,7 +145,7 @@ def measure_useful_work(blocks_per_chunk: Sequence[int]) -> list[dict[str, Any]]
 
 def _executed_pairs(variant: Variant, length: int, rank: int, clean_attention: CleanAttention) -> int:
     plan = plan_of(variant, length, WORK_GROUP_SIZE, rank, clean_attention)
-    counter = PairCounter()
+    counter = PairCounter(MODELS[MODEL].num_query_heads)
     with fake_group(WORK_GROUP_SIZE, rank) as group:
         attention_step(plan, MODELS[MODEL], group, kernel=counter)()
     return counter.pairs

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a user's mistake is shown: one line a rank, not a traceback."""
+"""How a user's mistake is shown: one line, not a traceback, and the last thing that torchrun says."""
 
 import contextlib
 import difflib
+import json
 import os
 import sys
+import time
 import traceback
+import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# Megatron warns of the same optional packages in every module and on every rank; the start summary says it once.
+_OPTIONAL_PACKAGES = r"(?is).*(apex|transformer.engine|multi_tensor)"
 _UNKNOWN = "unrecognized arguments: "
 
 
@@ -26,7 +32,7 @@ def check_launcher(argv: Sequence[str]) -> None:
     if "RANK" not in os.environ and not {"-h", "--help"} & set(argv):
         raise ValueError(
             "RANK is not set: the process was not started by torchrun. Start it, also for one rank, with "
-            "torchrun --nproc-per-node 1 -m megatron_csbp.pretrain_gpt ..."
+            "torchrun --nproc-per-node 1 -m megatron_csbp.pretrain_gpt ..., or check it with --csbp-dry-run RANKS"
         )
 
 
@@ -53,15 +59,36 @@ def say_errors_in_one_line(parser: ArgumentParser) -> None:
 def user_errors() -> Iterator[None]:
     """Turn a ValueError into its message on standard error and exit status 2.
 
-    Every rank checks the same arguments, so all of them stop here with the same message, before any collective.
+    Every rank checks the same arguments, so all of them stop here with the same message, before any collective. Under
+    torchrun the first rank of a node prints it; all leave it in the file out of which torchrun makes its last lines.
     """
     try:
         yield
     except ValueError as error:
         rank = os.environ.get("RANK")
         speaker = "megatron_csbp" if rank is None else f"megatron_csbp: rank {rank}"
-        print(f"{speaker}: error: {error}", file=sys.stderr, flush=True)
+        line = f"{speaker}: error: {error}"
+        is_left_to_torchrun = _leave_to_torchrun(line)
+        if not is_left_to_torchrun or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(line, file=sys.stderr, flush=True)
         raise SystemExit(2) from error
+
+
+def _leave_to_torchrun(line: str) -> bool:
+    """Write a message into torchrun's error file; return whether there is one."""
+    file = os.environ.get(_ERROR_FILE)
+    if not file:
+        return False
+    try:
+        Path(file).write_text(json.dumps({"message": line, "timestamp": str(int(time.time()))}))
+    except OSError:
+        return False
+    return True
+
+
+def hush_optional_packages() -> None:
+    """Leave out Megatron's warnings of packages that it does without, on every rank and from every module."""
+    warnings.filterwarnings("ignore", message=_OPTIONAL_PACKAGES, category=UserWarning, module=r"megatron\.")
 
 
 @contextlib.contextmanager

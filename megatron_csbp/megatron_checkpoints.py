@@ -6,6 +6,7 @@ Its symbols are in `required_symbols.REQUIRED_SYMBOLS`. Nothing here imports Meg
 
 import copy
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -157,3 +158,24 @@ def expected_weights(models: Sequence[Any], state: Mapping[str, Any], pipeline_g
     stages: list[dict[str, Expected]] = [{} for _ in range(pipeline_group.size())]
     dist.all_gather_object(stages, own, group=pipeline_group)
     return {name: weight for stage in stages for name, weight in stage.items()}
+
+
+def save_clean_length() -> None:
+    """Lets checkpoints carry L as ``seq_length``, where Megatron's schedules need the rows of both copies.
+
+    Stock Megatron takes its own sequence length from there with ``--use-checkpoint-args``.
+    """
+    checkpointing = importlib.import_module("megatron.training.checkpointing")
+    stock = checkpointing.generate_state_dict
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def generate_state_dict(args: Namespace, *rest: Any, **keywords: Any) -> dict[str, Any]:
+        state: dict[str, Any] = stock(args, *rest, **keywords)
+        if getattr(args, "clean_seq_length", None) is not None:
+            state["args"] = copy.copy(args)
+            state["args"].seq_length = args.clean_seq_length
+        return state
+
+    setattr(checkpointing, "generate_state_dict", generate_state_dict)  # noqa: B010

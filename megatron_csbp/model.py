@@ -67,7 +67,8 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
     ) -> list[GPTModel]:
         """Name the block-parallel group, then build and wrap the stages; see `GPTModelBuilder`.
 
-        Weights start the same whatever the size of the context group.
+        Weights start the same whatever the size of the context group; not so for tensor, pipeline and expert
+        parallelism, whose ranks Megatron seeds apart.
         """
         divides_blocks = self._settings.sharding.scheme in (
             Scheme.BLOCK_PARALLEL,
@@ -93,9 +94,11 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
         elif not isinstance(spec, ModuleSpec) and callable(spec):
             takes_stage = "vp_stage" in inspect.signature(spec).parameters
             spec = spec(config, vp_stage=vp_stage) if takes_stage else spec(config)
-        if config.transformer.sequence_parallel or drops_clean_rows:
+        if config.transformer.sequence_parallel or drops_clean_rows or pg_collection.pp.size() > 1:
             # As a block spec, since only that names the final norm, and has a last layer of its own.
             spec = megatron_compat.block_submodules(config.transformer, spec, vp_stage, pg_collection.pp.rank())
+            if not spec.layer_specs:
+                return spec  # a pipeline stage without decoder layers
         if config.transformer.sequence_parallel:
             spec = with_sequence_parallel_norm(spec)
         core_attention = functools.partial(CSBPCoreAttention, settings=self._settings)

@@ -16,12 +16,14 @@ _PROGRAM_START_TIME = time.time()
 
 def main() -> None:
     """Choose the device, then hand over to Megatron."""
-    from megatron_csbp import cpu_runtime
+    from megatron_csbp import check_mode, cpu_runtime
     from megatron_csbp.arguments import is_block_diffusion, read_device
     from megatron_csbp.configuration.hardware_queues import set_one_queue
-    from megatron_csbp.errors import check_launcher, user_errors
+    from megatron_csbp.errors import check_launcher, hush_optional_packages, user_errors
 
+    hush_optional_packages()
     with user_errors():
+        check_mode.stand_in_for_launcher(sys.argv[1:])
         check_launcher(sys.argv[1:])
         queues = set_one_queue(sys.argv[1:], os.environ)
         runtime = cpu_runtime.install(read_device(sys.argv[1:]))  # type: ignore[arg-type]
@@ -35,6 +37,7 @@ def main() -> None:
         args = training_setup.parse_and_validate_args(runtime, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
         if not is_block_diffusion(args):
             autoregressive.check_supported(args)
+        training_setup.end_dry_run(args)
     run(args)
 
 
@@ -71,4 +74,6 @@ def run(args: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(main)()

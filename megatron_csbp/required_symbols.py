@@ -106,6 +106,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("megatron.training.global_vars.get_tokenizer", "", "the mask token"),
     ("megatron.core.parallel_state.get_pipeline_model_parallel_rank", "", "weights at the start"),
     ("megatron.core.parallel_state.get_data_parallel_rank", "", "weights at the start"),
+    ("megatron.training.checkpointing.generate_state_dict", "args", "the sequence length in a checkpoint"),
     ("megatron.training.checkpointing.load_args_from_checkpoint", "args load_arg", "--use-checkpoint-args"),
     ("megatron.core.dist_checkpointing.check_is_distributed_checkpoint", "checkpoint_dir", "the check on resuming"),
     ("megatron.core.dist_checkpointing.load_common_state_dict", "checkpoint_dir", "the check on resuming"),
@@ -141,7 +142,6 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "ddp_model optimizer opt_param_scheduler",
         "generating text",
     ),
-    ("megatron.core.utils.unwrap_model", "model", "generating text"),
     ("megatron.training.training.evaluate", "eval_iters", "megatron_csbp.evaluate"),
     ("megatron.core.parallel_state.get_context_parallel_rank", "", "rows of this rank"),
     ("megatron.core.parallel_state.get_context_parallel_group", "", "rows of this rank"),
@@ -151,7 +151,11 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("megatron.core.parallel_state.is_pipeline_first_stage", "", "loading on the first and last stage"),
     ("megatron.core.parallel_state.is_pipeline_last_stage", "ignore_virtual", "loading on the first and last stage"),
     ("megatron.training.utils.is_first_or_last_pipeline_stage", "vp_stage", "loading on the first and last stage"),
-    ("megatron.core.tensor_parallel.broadcast_data", "keys data datatype", "loading on one tensor-parallel rank"),
+    (
+        "megatron.core.transformer.utils.is_layer_window_attention",
+        "window_size window_attn_skip_freq layer_number",
+        "layers with a window",
+    ),
     (
         "megatron.core.tensor_parallel.gather_from_sequence_parallel_region",
         "input_ tensor_parallel_output_grad",

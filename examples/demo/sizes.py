@@ -105,7 +105,7 @@ SIZES = {
         diffusion=Training(iterations=60, samples=8, micro_batch=8, evaluate_every=15, learning_rate=4e-3),
         parity_iterations=10,
         new_tokens=96,
-        largest_share=0.9,
+        largest_share=0.95,
     ),
     "quick": Size(
         corpus_bytes=300_000,

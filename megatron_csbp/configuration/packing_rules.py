@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of samples with geometries of their own: packed documents, few active blocks. Imports nothing of Megatron."""
+"""Rules of packed documents. Imports nothing of Megatron."""
 
 from argparse import Namespace
 
@@ -16,22 +16,3 @@ def check_packing(args: Namespace, given: frozenset[str]) -> None:
         )
     if args.pack_documents and args.mock_data:
         raise ValueError("--pack-documents with --mock-data: mock data have no documents; use --data-path PREFIX.")
-
-
-def check_own_geometries(args: Namespace) -> None:
-    """Samples with geometries of their own come one by one, and their rows divide among tensor-parallel ranks."""
-    for flag, size in (
-        ("--micro-batch-size", args.micro_batch_size),
-        ("--eval-micro-batch-size", args.eval_micro_batch_size),
-    ):
-        if size not in (None, 1):
-            raise ValueError(
-                f"{flag} {size}: samples with documents or few active blocks differ in their rows, so a micro-batch "
-                f"is one of them. Use {flag} 1."
-            )
-    block, tensor = args.diffusion_block_size, args.tensor_model_parallel_size
-    if args.sequence_parallel and block % tensor:
-        raise ValueError(
-            f"--sequence-parallel with samples of whole blocks: --diffusion-block-size {block} must be a multiple of "
-            f"--tensor-model-parallel-size {tensor}, for example {-(-block // tensor) * tensor}."
-        )

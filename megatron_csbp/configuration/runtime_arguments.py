@@ -97,12 +97,13 @@ _CUDA_DEFAULTS = (
 )
 
 
-def adapt_to_runtime(args: Namespace, runtime: RuntimeInfo) -> list[Change]:
+def adapt_to_runtime(args: Namespace, runtime: RuntimeInfo, is_dry_run: bool = False) -> list[Change]:
     """Change the arguments that name code which this machine lacks, so that a cluster's launch script runs.
 
     Args:
         args: parsed arguments; changed in place.
         runtime: the device that was chosen.
+        is_dry_run: whether the run itself will have another device than this process, unless `--device` says so.
 
     Returns:
         What was changed, for the start summary.
@@ -116,6 +117,16 @@ def adapt_to_runtime(args: Namespace, runtime: RuntimeInfo) -> list[Change]:
             for fused in _CUDA_DEFAULTS
             if getattr(args, fused.name, fused.without) != fused.without and not any(map(_imports, fused.modules))
         ]
+    if not is_dry_run or args.device == "cpu":
+        _refuse_what_needs_a_gpu(args)
+    return [
+        _change(args, name, value, f"CPU runtime: {reason}")
+        for name, value, reason in _CPU_VALUES
+        if getattr(args, name, value) != value
+    ]
+
+
+def _refuse_what_needs_a_gpu(args: Namespace) -> None:
     for name, flag in (("fp8", "--fp8-format"), ("fp4", "--fp4-format")):
         if getattr(args, name, None):
             raise ValueError(
@@ -124,11 +135,6 @@ def adapt_to_runtime(args: Namespace, runtime: RuntimeInfo) -> list[Change]:
     for flag, is_on, reason, instead in _GPU_ONLY:
         if is_on(args):
             raise ValueError(f"{flag} is not possible on a CPU: {reason}; {instead}.")
-    return [
-        _change(args, name, value, f"CPU runtime: {reason}")
-        for name, value, reason in _CPU_VALUES
-        if getattr(args, name, value) != value
-    ]
 
 
 def _change(args: Namespace, name: str, value: object, reason: str) -> Change:

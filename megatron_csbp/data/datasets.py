@@ -69,8 +69,8 @@ class BlockDiffusionDataset(RandomSeedDataset):
         objective: the training objective.
         seed: seed of the training noise.
         padded_vocab_size: token ids must be below this.
-        sample_of: the geometry of a sample by its index; None where all have that of `plans`, and for packed documents,
-            which have their own.
+        sample_of: the geometry of a sample by its index; None where all have that of `plans`, and for packed
+            documents, which have their own.
         plan_keys: masks to plan for, where samples have geometries of their own.
         all_blocks: whether blocks of packed documents have corrupted rows even if none of them carries loss.
     """

@@ -3,9 +3,9 @@
 
 Fast-dLLM v2 (arXiv 2509.26328). Each block has a noise time t ~ U[eps, 1] and masks its supervised tokens with chance
 t. Two views complement each other: view 1 masks just the supervised tokens that view 0 does not, so over the pair
-every supervised token is scored once. As in the autoregressive model, a row predicts the *next* token: token i is predicted
-by row i - 1 of the same view, so the first token of a block by the last row of the block before it. Its mask is a
-function of the noise, and no rank asks another. Weights are 1, whatever the noise level:
+every supervised token is scored once. As in the autoregressive model, a row predicts the *next* token: token i is
+predicted by row i - 1 of the same view, so the first token of a block by the last row of the block before it. Its mask
+is a function of the noise, and no rank asks another. Weights are 1, whatever the noise level:
 
     loss = sum over both views of the cross-entropy of masked tokens / number of them
 

@@ -14,7 +14,9 @@ from megatron_csbp.configuration.checkpoint_rules import Start
 from megatron_csbp.configuration.performance_arguments import exchange_bytes, local_key_value_heads
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.reporting.kernel_summary import attention_kernel_lines, head_shape
+from megatron_csbp.reporting.mask_token import mask_token_lines
 from megatron_csbp.reporting.model_flops import ModelFlops
+from megatron_csbp.transformer.geometry.layer_plans import LayerPlans
 from megatron_csbp.transformer.geometry.plan import AttentionPlan
 from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.geometry.scheme import CopyKind, Scheme
@@ -47,7 +49,8 @@ def start_summary(args: Namespace, runtime: RuntimeInfo, changes: Sequence[Chang
     lines = [f"---------------- megatron_csbp {_version('megatron-csbp')} ----------------"]
     lines.append(
         f"  versions: megatron-core {megatron_compat.megatron_version()}, torch {torch.__version__}, "
-        f"transformer-engine {_version('transformer-engine')}"
+        f"transformer-engine {_version('transformer-engine')}, apex {_version('apex')} (where both are not installed, "
+        "PyTorch's norms and optimizers stand in)"
     )
     lines.append(f"  device: {runtime.device} ({runtime.reason}); {runtime.threads} CPU threads per rank")
     lines.extend(f"    note: {note}" for note in runtime.notes)
@@ -77,17 +80,17 @@ def _start_lines(args: Namespace, start: Start) -> list[str]:
 def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
     plans = static_plans(args, rank=0)
     rows, sharding, sample = plans.rows, plans.rows.sharding, plans.rows.sample
-    kernel = _tested_kernel(args, runtime, rows)
     views = "" if sample.num_views == 1 else f" in {sample.num_views} corrupted views of one clean copy"
     lines = [
         f"  scheme: {sharding.scheme} over {sharding.group_size} rank(s); tensor {args.tensor_model_parallel_size} x "
         f"pipeline {args.pipeline_model_parallel_size} x data {args.data_parallel_size}",
-        *_scheme_notes(rows),
+        *scheme_notes(rows),
         f"  objective: {args.diffusion_objective}, clean attention {args.clean_attention}, noise "
-        f"{args.noise_schedule} eps {args.noise_eps}, mask token {args.mask_token_id}",
+        f"{args.noise_schedule} eps {args.noise_eps}",
+        *(mask_token_lines(args) if args.rank == 0 else []),
         f"  sequence: {sample.length} clean tokens, {sample.num_blocks} blocks of {sample.block_size}{views}, "
         f"{sharding.num_chunks} chunks of {rows.chunk_length}; {rows.num_rows} rows per rank",
-        *attention_kernel_lines(args, kernel, plans, _device(args, runtime)),
+        *_kernel_lines(args, runtime, plans),
     ]
     blocks = rows.chunk_length // sample.block_size
     for rank in range(min(sharding.group_size, _MAX_RANKS_SHOWN)):
@@ -119,7 +122,15 @@ def _tested_kernel(args: Namespace, runtime: RuntimeInfo, rows: RankRows) -> Att
     )
 
 
-def _scheme_notes(rows: RankRows) -> list[str]:
+def _kernel_lines(args: Namespace, runtime: RuntimeInfo, plans: LayerPlans) -> list[str]:
+    """Test the kernel on this rank's device, and say what it is; a dry run has none to test."""
+    if args.csbp_dry_run is not None:
+        return [f"  attention backend: not tested (--csbp-attention-backend {args.csbp_attention_backend})"]
+    kernel = _tested_kernel(args, runtime, plans.rows)
+    return attention_kernel_lines(args, kernel, plans, _device(args, runtime))
+
+
+def scheme_notes(rows: RankRows) -> list[str]:
     """Return what a user should know of a scheme that costs more than CSBP."""
     scheme, size = rows.sharding.scheme, rows.sharding.group_size
     if scheme is Scheme.CONTEXT_PARALLEL:

@@ -241,11 +241,13 @@ def _next_keys(gathers: GatherAhead | None, gathered: deque[KeyValue] | None, *,
 
 
 def _shares(tiles: Sequence[Tile], num_shares: int) -> list[Sequence[Tile]]:
-    """Deal tiles into shares of about equal work."""
+    """Deal tiles, in order, into shares of about equal work, none of them empty if there are enough tiles."""
     shares: list[list[Tile]] = [[] for _ in range(num_shares)]
-    total, done = sum(tile.num_pairs for tile in tiles), 0
-    for tile in tiles:
-        shares[min(num_shares - 1, done * num_shares // max(1, total))].append(tile)
+    total, done, share = sum(tile.num_pairs for tile in tiles), 0, -1
+    for left, tile in zip(range(len(tiles), 0, -1), tiles, strict=True):
+        by_work = min(num_shares - 1, done * num_shares // max(1, total))
+        share = min(share + 1, max(share, by_work, num_shares - left))
+        shares[share].append(tile)
         done += tile.num_pairs
     return list(shares)
 

@@ -17,10 +17,12 @@ from megatron_csbp.transformer.geometry.scheme import CLEAN
 
 
 def corrupted_rows(tensor_S: Tensor, rows: RankRows) -> Tensor:
-    """Return the corrupted rows [V, ...] of local rows [S, ...], in order."""
-    runs = _runs(rows)
-    kept = [tensor_S.narrow(0, row, length) for row, length, corrupted in runs if corrupted]
-    return torch.cat(kept) if kept else tensor_S[:0]
+    """Return the corrupted rows [V, ...] of local rows [S, ...], in order.
+
+    Where a rank holds none, one block of clean rows stands in: Megatron's layers take no tensors without rows.
+    """
+    kept = [tensor_S.narrow(0, row, length) for row, length, corrupted in _runs(rows) if corrupted]
+    return torch.cat(kept) if kept else tensor_S[: rows.sample.block_size]
 
 
 def among_all_rows(tensor_V: Tensor, rows: RankRows) -> Tensor:
@@ -32,6 +34,8 @@ def among_all_rows(tensor_V: Tensor, rows: RankRows) -> Tensor:
             taken += length
         else:
             pieces.append(tensor_V.new_zeros(length, *tensor_V.shape[1:]))
+    # Nothing of the stand-in, but a tie to it: the layer's parameters get gradients on every rank.
+    pieces.append(tensor_V[:0])
     return torch.cat(pieces)
 
 

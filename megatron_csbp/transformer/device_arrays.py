@@ -22,7 +22,7 @@ def on_device(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:
     copy = _copies.get(key)
     if copy is None:
         host = torch.from_numpy(array)
-        copy = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+        copy = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
         _copies[key] = copy
         weakref.finalize(array, _copies.pop, key, None)
     return copy

@@ -63,10 +63,10 @@ def samples_of_documents_with_few_active_blocks() -> None:
 def _sample_of_documents(static: Sample, index: int) -> Sample:
     draws = np.random.default_rng(index)
     lengths: list[int] = []
-    while (
-        start := int(sum(-(-length // static.block_size) * static.block_size for length in lengths))
-    ) < static.length:
+    start = 0
+    while start < static.length:
         lengths.append(int(draws.integers(1, static.length - start + 1)))
+        start += -(-lengths[-1] // static.block_size) * static.block_size
     active = draws.random((static.num_views, static.num_blocks)) < 0.2
     active[0, draws.integers(static.num_blocks)] = True
     documents = packed_documents(lengths, static.block_size)
@@ -137,3 +137,9 @@ def forget_the_saved_biases() -> None:
         return state
 
     megatron_checkpoints.common_state = forgetful
+
+
+def forget_the_launcher() -> None:
+    """Leave what torchrun would not have set."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)

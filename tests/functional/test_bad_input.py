@@ -82,11 +82,17 @@ def checkpoint(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_torchrun_ends_with_the_message() -> None:
+    """One rank prints it, not each, and it is the last that torchrun says."""
     run = torchrun(["-m", "megatron_csbp.pretrain_gpt", *RUN, "--seq-length", "72"], 2, timeout=QUICK_SECONDS)
     assert run.returncodes == [1]
     assert not run.timed_out
-    assert "error: --seq-length 72 must be a multiple of 2 x 2 ranks" in run.output
+    said = "error: --seq-length 72 must be a multiple of 2 x 2 ranks"
+    printed = [line for line in run.output.splitlines() if line.startswith("megatron_csbp: rank")]
+    assert [line.partition(": error")[0] for line in printed] == ["megatron_csbp: rank 0"]
+    assert said in run.output.partition("Root Cause")[2]
+    assert "<N/A>" not in run.output
     assert "initialized tensor model parallel" not in run.output
+    assert "Falling back" not in run.output
 
 
 def test_the_launcher_refuses_without_a_script(ranks: Ranks) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_csbp.megatron_checkpoints import common_state
 from tests.functional.model_flags import BLOCK_DIFFUSION, MOE, TIED, iterations, words
 from tests.functional.test_bad_input import QUICK_SECONDS, check_refused
 from tests.support.megatron_run import Ranks
@@ -60,6 +61,14 @@ def test_a_checkpoint_that_cannot_be_read_is_refused(fault: str, ranks: Ranks, s
     damage(folder)
     for flag in ("--load", "--use-checkpoint-args --load", "--pretrained-checkpoint"):
         check_refused(ranks.train([*RUN, *flag.split(), str(folder)], timeout=QUICK_SECONDS), str(folder), *said)
+
+
+@pytest.mark.parametrize("size", [["--bp-size", "2"], words("--bp-size 2 --context-parallel-size 2")])
+def test_a_checkpoint_carries_the_clean_length(size: list[str], ranks: Ranks, tmp_path: Path) -> None:
+    """Stock Megatron would train on the row count: 128 under CSBP, 192 under pure block parallelism."""
+    ranks.train([*RUN, *size, "--save", str(tmp_path)], 2).check()
+    saved = common_state(tmp_path / "iter_0000004")["args"]
+    assert (saved.seq_length, saved.clean_seq_length) == (64, 64)
 
 
 def test_a_release_keeps_the_rules(ranks: Ranks, saved: Path, tmp_path: Path) -> None:

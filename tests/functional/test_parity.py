@@ -79,6 +79,9 @@ TOPOLOGIES = {
     "tp2 x csbp2, sequence parallel": Topology("nemotron", 4, [*TP2, SP, *CSBP2]),
     "tp2 x csbp2, sequence parallel, fewer kv heads than tp": Topology("block-diffusion", 4, [*TP2, SP, *CSBP2]),
     "tp2 x pure bp2, sequence parallel": Topology("nemotron", 4, [*TP2, SP, *BP2]),
+    "pp2 x csbp2, a stage without layers": Topology(
+        "nemotron", 4, [*CSBP2, *PP2, *words("--pipeline-model-parallel-layout Ett|L")]
+    ),
     "pp2 x csbp2": Topology("nemotron", 4, [*PP2, *CSBP2]),
     "pp2 x pure bp2": Topology("block-diffusion", 4, [*PP2, *BP2]),
     "interleaved pp2 x csbp2": Topology("deep", 4, [*INTERLEAVED, *CSBP2]),

@@ -9,10 +9,9 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
-from megatron_csbp.transformer.layout import SequenceLayout, Stream
 from torch import Tensor
 
-from megatron_csbp.transformer.communication import ContextGroupExchange, PendingWork
+from megatron_csbp.transformer.communication import ContextGroupExchange, PendingWork, Transfers
 
 
 class DelayedExchange:
@@ -32,40 +31,56 @@ class DelayedExchange:
         self._delay = delay
         self._numbers = count()
 
-    def start_gather(self, tensors_SBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream) -> "_Delayed":
-        return self._start(lambda exchange: exchange.start_gather(tensors_SBKD, layout, stream))
+    def start_gathers(self, tensors_SBKD: Sequence[Tensor], transfers: Transfers) -> "list[_Delayed[list[Tensor]]]":
+        return [
+            self._start(lambda exchange, one=one: exchange.start_gathers(tensors_SBKD, [one])[0]) for one in transfers
+        ]
 
-    def start_reduce_scatter(
-        self, buffers_RBKD: Sequence[Tensor], layout: SequenceLayout, stream: Stream, payload_dtype: torch.dtype
-    ) -> "_Delayed":
-        return self._start(lambda exchange: exchange.start_reduce_scatter(buffers_RBKD, layout, stream, payload_dtype))
+    def start_reduces(
+        self,
+        buffers_RBKD: Sequence[Sequence[Tensor]],
+        totals_SBKD: Sequence[Tensor],
+        transfers: Transfers,
+        payload_dtype: torch.dtype,
+    ) -> "list[_Delayed[None]]":
+        return [
+            self._start(
+                lambda exchange, one=one, given=given: exchange.start_reduces(
+                    [given], totals_SBKD, [one], payload_dtype
+                )[0]
+            )
+            for one, given in zip(transfers, buffers_RBKD, strict=True)
+        ]
 
     @property
     def started(self) -> int:
         """How many collectives were started, this call included: it takes a number itself."""
         return next(self._numbers)
 
-    def _start(self, start: Callable[[ContextGroupExchange], PendingWork[list[Tensor]]]) -> "_Delayed":
+    def _start[T](self, start: Callable[[ContextGroupExchange], PendingWork[T]]) -> "_Delayed[T]":
         number = next(self._numbers)
         exchange, seconds = self._exchanges[number % len(self._exchanges)], self._delay(number)
-        results: list[list[Tensor]] = []
+        started: list[PendingWork[T]] = []
 
         def run() -> None:
             time.sleep(seconds)
-            results.append(start(exchange).wait())
+            pending = start(exchange)
+            for work in pending.works:
+                work.wait()
+            started.append(pending)
 
         thread = threading.Thread(target=run)
         thread.start()
-        return _Delayed(thread, results)
+        return _Delayed(thread, started)
 
 
 @dataclass(frozen=True)
-class _Delayed:
-    """A collective in a thread."""
+class _Delayed[T]:
+    """A collective in a thread; what it brought is added where it belongs by the thread that waits for it."""
 
     thread: threading.Thread
-    results: list[list[Tensor]]
+    started: list[PendingWork[T]]
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> T:
         self.thread.join(timeout=60)
-        return self.results[0]
+        return self.started[0].finish()

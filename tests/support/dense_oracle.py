@@ -40,7 +40,7 @@ class Result:
     dv: Tensor
 
     def parts(self, num_views: int = 1) -> dict[str, Tensor]:
-        """Return output and gradients of each kind of copy on its own: eight tensors, six of them gradients."""
+        """Return the output and the gradients of each kind of copy: eight tensors, six of them gradients."""
         parts = {}
         for field in fields(self):
             whole = getattr(self, field.name)

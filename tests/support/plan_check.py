@@ -11,12 +11,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from megatron_csbp.transformer.geometry.needs import Lowering
 from megatron_csbp.transformer.geometry.plan import AttentionPlan, plan_attention
 from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.geometry.sample import IntArray, Sample
 from megatron_csbp.transformer.geometry.scheme import CLEAN, Sharding
 from megatron_csbp.transformer.geometry.tiles import KeySource, MaskKind, Tile
-from megatron_csbp.transformer.geometry.transfers import Lowering, Transfer
+from megatron_csbp.transformer.geometry.transfers import Transfer
 from megatron_csbp.transformer.geometry.visibility import Mask
 from tests.support.written_out_mask import written_out
 
@@ -122,6 +123,18 @@ def check_tiles(plan: AttentionPlan) -> None:
         else:
             assert written[rows].all(), "merged into what nobody has written"
     assert written.all(), "a row that nobody writes, and that is not told"
+    later = np.zeros_like(written)
+    finished = np.zeros_like(written)
+    for tile in reversed(plan.tiles):
+        rows = tile.query.rows()
+        if tile.writes_last:
+            assert not later[rows].any(), "a later tile writes these rows too"
+            finished[rows] = True
+        later[rows] = True
+    unfinished = np.ones_like(written)
+    for start, stop in plan.unfinished:
+        unfinished[start:stop] = False
+    assert (unfinished == finished).all(), "a row is finished by its last writer, or told"
     firsts = {int(row) for tile in plan.tiles if tile.writes_first for row in tile.query.rows().reshape(-1)}
     assert firsts.isdisjoint(np.flatnonzero(unwritten).tolist())
 

@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A user's mistake is one line on standard error and exit status 2; anything else keeps its traceback."""
 
+import warnings
 from argparse import ArgumentParser
+from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron_csbp.errors import check_launcher, failure_in_words, say_errors_in_one_line, user_errors
+from megatron_csbp.errors import (
+    check_launcher,
+    failure_in_words,
+    hush_optional_packages,
+    say_errors_in_one_line,
+    user_errors,
+)
 
 
 def test_a_value_error_becomes_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,6 +25,43 @@ def test_a_value_error_becomes_one_line(capsys: pytest.CaptureFixture[str], monk
     captured = capsys.readouterr()
     assert captured.err == "megatron_csbp: rank 3: error: --seq-length 7 must be 8.\n"
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("local_rank, printed", [("0", 1), ("1", 0)])
+def test_under_torchrun_a_node_prints_once_and_every_rank_leaves_its_message_to_torchrun(
+    local_rank: str,
+    printed: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "error.json"
+    for name, value in (("RANK", "9"), ("LOCAL_RANK", local_rank), ("TORCHELASTIC_ERROR_FILE", str(file))):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit), user_errors():
+        raise ValueError("--seq-length 7 must be 8.")
+    line = "megatron_csbp: rank 9: error: --seq-length 7 must be 8."
+    assert capsys.readouterr().err.splitlines() == [line] * printed
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    assert failure.message == line
+
+
+def test_warnings_of_optional_packages_are_left_out_and_no_others() -> None:
+    def warn(text: str, module: str) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.resetwarnings()
+            hush_optional_packages()
+            warnings.warn_explicit(text, UserWarning, "file.py", 1, module=module)
+        return len(caught)
+
+    for text in (
+        "Apex is not installed. Falling back to Torch Norm",
+        "Transformer Engine and Apex are not installed. Falling back to local\nimplementations",
+        "Only transformer-engine>=1.7.0 supports MoE experts, but your version is 0.0.0.",
+    ):
+        assert warn(text, "megatron.core.models.backends") == 0
+        assert warn(text, "mine") == 1
+    assert warn("Please specify --split when using --data-path.", "megatron.training.arguments") == 1
 
 
 def test_outside_torchrun_no_rank_is_named(

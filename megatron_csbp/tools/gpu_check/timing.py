@@ -186,7 +186,8 @@ def yardstick_rows(pairs: int) -> int:
 
     At other lengths backends take a slower operator or mask, which would flatter whatever is held against it.
     """
-    return max(1, round((2 * pairs) ** 0.5 / 128)) * 128
+    side: float = (2 * pairs) ** 0.5
+    return max(1, round(side / 128)) * 128
 
 
 class _Instant:

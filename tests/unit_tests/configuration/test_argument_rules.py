@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_csbp.configuration.argument_rules import check_before_megatron, check_vocabulary
+from megatron_csbp.configuration.own_geometries import check_own_geometries
 from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 from tests.support.megatron_arguments import VALID, parse
 
@@ -77,7 +78,7 @@ REFUSED = {
         "--window-size 128,64 must be LEFT,0",
         "--window-size 1023,0",
     ),
-    "a window without an end": ("--window-size -1,0", "--window-size -1,0 must be LEFT,0", "leave it out for full"),
+    "a window without an end": ("--window-size=-1,0", "--window-size -1,0 must be LEFT,0", "leave it out for full"),
     "a length that blocks do not divide": (
         "--seq-length 60",
         "--seq-length 60 must be a multiple of the diffusion block size 8",
@@ -265,6 +266,14 @@ def test_refuses_fewer_ranks_than_the_sizes_need() -> None:
     check_before_megatron(args, given)
 
 
+def test_ranks_on_several_nodes_are_counted_in_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, given = parse(f"{VALID} --bp-size 4 --context-parallel-size 4 --tensor-model-parallel-size 8")
+    args.world_size = 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match=r"has 16 .*start it on 4 nodes of 8, for example: torchrun --nnodes 4\."):
+        check_before_megatron(args, given)
+
+
 def test_refuses_a_missing_mask_id() -> None:
     message = refusal("", "--seq-length 64 --diffusion-block-size 8")
     assert message.startswith("--mask-token-id is not given")
@@ -324,6 +333,31 @@ def test_accepts(case: str) -> None:
     check(f"{VALID} {ACCEPTED[case]}")
 
 
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--micro-batch-size 2", "--micro-batch-size 2: .*Use --micro-batch-size 1"),
+        (
+            "--micro-batch-size 1 --eval-micro-batch-size 4",
+            "--eval-micro-batch-size 4: .*Use --eval-micro-batch-size 1",
+        ),
+        (
+            "--micro-batch-size 1 --num-experts 4 --pipeline-model-parallel-size 2",
+            "--moe-token-dispatcher-type allgather with .*Use --moe-token-dispatcher-type alltoall",
+        ),
+        (
+            "--micro-batch-size 1 --tensor-model-parallel-size 3 --sequence-parallel",
+            "--diffusion-block-size 8 must be a multiple of --tensor-model-parallel-size 3, for example 9",
+        ),
+    ],
+)
+def test_samples_with_geometries_of_their_own_come_one_by_one(flags: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_own_geometries(parse(f"{VALID} {flags}")[0])
+    check_own_geometries(parse(f"{VALID} --micro-batch-size 1")[0])
+    check_own_geometries(parse(f"{VALID} --micro-batch-size 1 --tensor-model-parallel-size 3")[0])
+
+
 @pytest.mark.parametrize("length", [1, 63, 100, 8191])
 @pytest.mark.parametrize("block_size", [1, 3, 48])
 @pytest.mark.parametrize(
@@ -365,7 +399,6 @@ ASKED_FOR = {
     "sft": "--sft",
     "fim_data": "--fim-data",
     "allow_ambiguous_pad_tokens": "--allow-ambiguous-pad-tokens",
-    "window_size": "--window-size 128,0",
     "softmax_type": "--softmax-type learnable",
     "qk_clip": "--qk-clip",
     "log_max_attention_logit": "--log-max-attention-logit",

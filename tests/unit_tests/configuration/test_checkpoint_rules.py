@@ -22,6 +22,7 @@ OTHER = {
     "ar_loss_weight": 1.0,
     "clean_seq_length": 128,
     "seed": 8,
+    "corrupted_views": 2,
 }
 
 
@@ -51,6 +52,15 @@ def test_a_resumed_run_keeps_eod_mask_loss(save: Save) -> None:
         ValueError, match=r"^--eod-mask-loss is given and was not .* Leave out --eod-mask-loss, or --f"
     ):
         check_start(arguments("--eod-mask-loss", load=str(folder)), FLAGS)
+
+
+def test_a_checkpoint_of_the_time_before_views_had_one(save: Save) -> None:
+    saved = arguments()
+    del saved.corrupted_views
+    folder = save(saved)
+    assert check_start(arguments(load=str(folder)), FLAGS).is_resumed
+    with pytest.raises(ValueError, match=r"--corrupted-views 2 differs from 1"):
+        check_start(arguments(load=str(folder), corrupted_views=2), FLAGS)
 
 
 def test_a_release_is_a_new_run_that_keeps_its_noise(save: Save) -> None:
@@ -111,6 +121,11 @@ def test_a_plain_run_does_not_resume_a_block_diffusion_run(save: Save) -> None:
 def test_a_checkpoint_without_arguments_is_said_to_be_unchecked(save: Save) -> None:
     start = check_start(arguments(load=str(save(None))), FLAGS)
     assert start.notes == ["the checkpoint has no arguments to compare with this run's"]
+
+
+def test_a_checkpoint_without_arguments_still_has_its_iteration(save: Save) -> None:
+    with pytest.raises(ValueError, match=r"has done 10 of --train-iters 5: nothing is left to train. Use --finetune"):
+        check_start(arguments(load=str(save(None)), train_iters=5), FLAGS)
 
 
 def test_nothing_to_load_is_a_start_from_random_weights() -> None:

@@ -168,7 +168,7 @@ def test_a_dataset_of_another_length_is_refused(tmp_path: Path) -> None:
     train, _, _ = stock_datasets(
         [4, 0, 0], config(32, [write_indexed(tmp_path / "a", documents(9, 90))], split="1,0,0")
     )
-    with pytest.raises(ValueError, match="32 tokens a sample, but the layout needs 64, the value of --seq-length"):
+    with pytest.raises(ValueError, match="32 tokens a sample, but --seq-length is 64"):
         DualEndSampler(train, LENGTH, VOCAB)
 
 

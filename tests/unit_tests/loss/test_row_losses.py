@@ -93,7 +93,8 @@ def selection() -> LossRowSelection:
     generator = torch.Generator().manual_seed(0)
     weights = (torch.rand(B, S, generator=generator) < 0.8).float()
     targets = torch.randint(V, (B, S), generator=generator)
-    targets[0, 0], weights[0, 0] = MASK_ID, 1.0  # a data token like any other
+    for row in (0, 1):  # clean and corrupted: a data token like any other
+        targets[0, row], weights[0, row] = MASK_ID, 1.0
     return select_loss_rows(targets, weights, torch.arange(S) % 3 > 0)
 
 
@@ -144,11 +145,15 @@ def test_the_mask_token_is_excluded_but_where_it_is_the_target() -> None:
     logits = (hidden.flatten(0, 1)[rows.rows_R] @ weight.t() * 1.5).double()
     excluded = rows.corrupted_R & (rows.targets_R != MASK_ID)
     assert 0 < excluded.sum() < excluded.numel()
+    is_target = rows.targets_R == MASK_ID
+    assert (is_target & rows.corrupted_R).any()
+    assert (is_target & ~rows.corrupted_R).any()
     logits[excluded, MASK_ID] = -torch.inf
     expected = torch.nn.functional.cross_entropy(logits, rows.targets_R, reduction="none")
     for chunk_rows in (0, 7):
         got = losses(chunk_rows, OutputLayer(), rows, hidden, weight).double()
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        assert got.isfinite().all()
 
 
 @pytest.mark.parametrize("chunk_rows", [0, 4])

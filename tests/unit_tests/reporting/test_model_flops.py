@@ -28,6 +28,7 @@ SHAPE = ModelShape(
     vocab_size=192,
 )
 SAMPLE = Sample(64, 8)
+CSBP = "--bp-size 2 --context-parallel-size 2"
 
 
 def arguments(flags: str, clean_attention: CleanAttention) -> Namespace:

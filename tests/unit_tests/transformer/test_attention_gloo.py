@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, Stream
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_csbp.transformer.collectives import start_all_gathers, start_reduce_scatters
 from megatron_csbp.transformer.communication import ContextGroupExchange
-from megatron_csbp.transformer.geometry.visibility import CleanAttention
+from megatron_csbp.transformer.geometry.scheme import BlockAssignment, CopyKind, Scheme
+from megatron_csbp.transformer.geometry.transfers import row_bytes
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, WindowAnchor
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, add_results, attend_on_rank
 from tests.support.delayed_exchange import DelayedExchange
@@ -48,6 +49,28 @@ CASES = {
         Case(group_size=4, block_size=48, blocks_per_chunk=1, num_query_heads=8),
         Case(group_size=4, block_size=1, blocks_per_chunk=8, num_query_heads=2, num_key_value_heads=2),
         Case(group_size=2, block_size=32, blocks_per_chunk=5),
+        *(
+            Case(scheme=scheme, group_size=size, window=window, anchor=anchor, num_query_heads=4, num_views=views)
+            for scheme in EXCHANGING
+            for size, views, window, anchor in [
+                (2, 1, 3, WindowAnchor.POSITION),
+                (4, 2, 7, WindowAnchor.BLOCK),
+                (4, 1, 17, WindowAnchor.POSITION),
+                (2, 1, 25, WindowAnchor.BLOCK),
+            ]
+        ),
+        *(
+            Case(
+                scheme=scheme,
+                group_size=4,
+                documents=((0, 26), (28, 31), (40, 80)),
+                active=active,
+                num_views=2,
+                window=window,
+            )
+            for scheme in DISTRIBUTED_SCHEMES
+            for active, window in [(None, None), (((0, 1, 2), (0, 19)), None), (((), (10, 11, 12)), 9)]
+        ),
     ]
 }
 
@@ -67,7 +90,10 @@ class Wire(TorchDispatchMode):
         if func.namespace == "c10d":
             self.collectives.append(func.overloadpacket.__name__)
             # Output first, in both collectives that the exchange uses on gloo: each holds one share of every rank.
-            self.received_bytes += args[0].nbytes * (self.group_size - 1) / self.group_size
+            # Equal shares with this rank's own among them, or, in ranges, the rows that others send.
+            counts = args[3] if len(args) > 3 and isinstance(args[3], list) else []
+            share = 1 if counts else (self.group_size - 1) / self.group_size
+            self.received_bytes += args[0].nbytes * share
         return func(*args, **(kwargs or {}))
 
 
@@ -86,15 +112,15 @@ def facts_of(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
     result = add_results([Result(*tensors) for tensors in zip(*shares, strict=True)])
     errors = None
     if rank == 0:
-        errors = result.max_errors(case.dense(problem))
+        errors = result.max_errors(case.dense(problem), case.num_views)
     return {
         "errors": errors,
         "group_rank": rank,
         "wire_bytes": wire.received_bytes,
         "collectives": wire.collectives,
         "ledger": {
-            stream: total(moved for what, moved in ledger.volumes.items() if what.stream is stream).remote_bytes
-            for stream in Stream
+            copies: total(moved for what, moved in ledger.volumes.items() if what.copies is copies).remote_bytes
+            for copies in CopyKind
         },
     }
 
@@ -179,16 +205,16 @@ def test_the_wire_the_ledger_and_the_plan_agree_on_every_byte(facts: list[dict[s
     for fact in (rank_facts[name] for rank_facts in facts):
         plan = case.plan(fact["group_rank"])
         # Gathered for forward and for backward, and scattered once.
+        per_row = row_bytes(case.num_key_value_heads, case.head_dim, 8, case.micro_batch_size)
         expected = {
-            stream.value: 3
-            * plan.remote_bytes(stream, case.num_key_value_heads, case.head_dim, 8, case.micro_batch_size)
-            for stream in Stream
+            copies.value: 2 * plan.transfer(copies).gather_bytes(per_row) + plan.transfer(copies).reduce_bytes(per_row)
+            for copies in CopyKind
         }
         assert fact["ledger"] == expected
         assert fact["wire_bytes"] == sum(expected.values())
         if case.scheme is Scheme.BLOCK_PARALLEL:
             assert fact["collectives"] == []
-        else:
+        elif case.active is None and case.documents is None:
             assert expected["clean"] > 0
             assert (expected["corrupted"] > 0) == (case.scheme is Scheme.CONTEXT_PARALLEL)
 

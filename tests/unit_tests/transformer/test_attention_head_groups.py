@@ -2,19 +2,18 @@
 """Attention by head groups: the results of one group, the order of the exchange, and what is alive meanwhile."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout, Stream
 from torch import Tensor
 
-from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
-from megatron_csbp.transformer.communication import PendingWork
+from megatron_csbp.transformer.attention import AttentionContext, _shares, block_diffusion_attention
+from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
-from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from tests.support.attention_cases import Attend, Case, gradients_on_group, plain, recomputed, two_layers
+from tests.support.copying_exchange import CopyingExchange, tell_tiles
 from tests.support.dense_oracle import whole_rows
 from tests.support.simulated_group import SimulatedCollectives
 
@@ -52,7 +51,7 @@ def test_recomputed_groups_need_three_exchanges_each(
     expected, exchanges = gradients_on_group(case, plain, in_groups(4))
     got, repeated = gradients_on_group(case, recomputed, in_groups(4))
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert exchanges == repeated == [3 * 4 * len(case.plan(0).exchanged_streams)] * 2
+    assert exchanges == repeated == [3 * 4 * len(case.plan(0).transfers)] * 2
 
 
 def test_half_precision_is_summed_in_fp32_in_every_group(simulated_collectives: SimulatedCollectives) -> None:
@@ -83,105 +82,90 @@ def test_collectives_are_the_same_on_all_ranks_whatever_the_data(
 
 @dataclass
 class Watcher:
-    """A network of copies of this rank that writes down what happens, and which gathered keys are alive then."""
+    """Writes down what happens, and which gathered keys and their gradients are alive then."""
 
     events: list[str] = field(default_factory=list)
-    gathered: list[weakref.ref[Tensor]] = field(default_factory=list)
+    keys: list[weakref.ref[Tensor]] = field(default_factory=list)
     gradients: list[weakref.ref[Tensor]] = field(default_factory=list)
-    most_gathered: int = 0
+    most_keys: int = 0
     most_gradients: int = 0
-    scatters: int = 0
+    under_way: int = 0
+    most_under_way: int = 0
+
+    def exchange(self) -> CopyingExchange:
+        return CopyingExchange(self.tell, self.gathered, self.given)
+
+    def tell(self, event: str) -> None:
+        self.events.append(event.removesuffix(" clean"))
+        self.under_way += 1 if event.startswith("start") else -1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        self.look()
+
+    def tile(self, event: str) -> None:
+        if self.events[-1] != f"{event}s":
+            self.events.append(f"{event}s")
+        self.look()
+
+    def gathered(self, buffers: Sequence[Tensor]) -> None:
+        self.keys.append(weakref.ref(buffers[0]))
+        self.look()
+
+    def given(self, buffers: Sequence[Tensor]) -> None:
+        self.gradients.append(weakref.ref(buffers[0]))
+        self.look()
 
     def look(self) -> None:
-        self.most_gathered = max(self.most_gathered, sum(ref() is not None for ref in self.gathered))
+        self.most_keys = max(self.most_keys, sum(ref() is not None for ref in self.keys))
         self.most_gradients = max(self.most_gradients, sum(ref() is not None for ref in self.gradients))
 
-    def start_gather(self, tensors: list[Tensor], layout: SequenceLayout, stream: Stream) -> PendingWork[list[Tensor]]:
-        number = len(self.gathered)
-        rows = layout.num_chunks * layout.chunk_length
-        buffers = [torch.randn(rows, *tensor.shape[1:], dtype=tensor.dtype) for tensor in tensors]
-        self.gathered.append(weakref.ref(buffers[0]))
-        self.events.append(f"gather {number}")
-        self.look()
 
-        def finish() -> list[Tensor]:
-            self.events.append(f"got {number}")
-            return buffers
-
-        return PendingWork([], finish)
-
-    def start_reduce_scatter(
-        self, buffers: list[Tensor], layout: SequenceLayout, stream: Stream, payload_dtype: torch.dtype
-    ) -> PendingWork[list[Tensor]]:
-        number, self.scatters = self.scatters, self.scatters + 1
-        self.gradients.append(weakref.ref(buffers[0]))
-        self.events.append(f"scatter {number}")
-        self.look()
-
-        def finish() -> list[Tensor]:
-            self.events.append(f"scattered {number}")
-            return [torch.zeros(2, layout.chunk_length, *buffer.shape[1:], dtype=buffer.dtype) for buffer in buffers]
-
-        return PendingWork([], finish)
-
-
-class WatchedKernel(TorchCpuKernel):
-    """Looks at what is alive at every tile."""
-
-    def __init__(self, watcher: Watcher, chunk_length: int) -> None:
-        self._watcher, self._chunk_length = watcher, chunk_length
-
-    def forward(self, query: Tensor, *rest: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        self._note(query)
-        return super().forward(query, *rest, causal=causal, scale=scale)
-
-    def backward(self, grad_out: Tensor, *rest: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        self._note(grad_out)
-        return super().backward(grad_out, *rest, causal=causal, scale=scale)
-
-    def _note(self, query_side: Tensor) -> None:
-        event = "gathered tiles" if query_side.shape[1] > self._chunk_length else "local tiles"
-        if self._watcher.events[-1] != event:
-            self._watcher.events.append(event)
-        self._watcher.look()
+@pytest.mark.parametrize("blocks", [3, 8, 16, 512])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_local_tiles_are_dealt_in_order_and_no_share_is_empty_if_there_are_enough(count: int, blocks: int) -> None:
+    tiles = replace(BASE, blocks_per_chunk=blocks).plan(1).local_tiles
+    shares = _shares(tiles, count)
+    assert len(shares) == count
+    assert [tile for share in shares for tile in share] == list(tiles)
+    assert sum(map(bool, shares)) == min(count, len(tiles))
+    if len(tiles) > 2 * count:
+        largest = max(tile.num_pairs for tile in tiles)
+        assert max(sum(tile.num_pairs for tile in share) for share in shares) <= (
+            sum(tile.num_pairs for tile in tiles) / count + largest
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [2, 4])
 def test_keys_of_two_groups_at_most_are_alive_and_each_exchange_hides_behind_a_group(
-    count: int, dtype: torch.dtype
+    count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, watcher = BASE.plan(1), Watcher()
-    context = replace(
-        BASE.context(1, watcher, WatchedKernel(watcher, plan.layout.chunk_length)), num_head_groups=count
-    )
+    tell_tiles(watcher.tile, monkeypatch)
+    context = replace(BASE.context(1, watcher.exchange()), num_head_groups=count)
     problem = BASE.problem().to(dtype)
-    query, key = (t[whole_rows(plan.layout)].requires_grad_() for t in (problem.query, problem.key))
+    query, key = (t[whole_rows(plan.rows)].requires_grad_() for t in (problem.query, problem.key))
     out = block_diffusion_attention(query, key, key, context)
-    assert watcher.most_gathered == 2
-    ahead = [
-        event
-        for group in range(count)
-        for event in ("local tiles", f"got {group}", *([f"gather {group + 1}"] if group + 1 < count else []),
-                      "gathered tiles")
-    ]  # fmt: skip
-    assert watcher.events == ["gather 0", *ahead]
+    assert watcher.most_keys == 2
+    expected = ["start gather", "local tiles"]
+    for group in range(count):
+        expected += ["wait gather", *(["start gather"] if group + 1 < count else []), "gathered tiles"]
+    assert watcher.events == expected
+    assert watcher.most_under_way == 1
 
     watcher.events.clear()
-    watcher.gathered.clear()
-    watcher.most_gathered = 0
+    watcher.keys.clear()
+    watcher.most_keys = 0
     out.sum().backward()
-    assert watcher.most_gathered == 2
-    # The gradients of one group are on their way while those of the next are added up.
+    assert watcher.most_keys <= 2
     assert watcher.most_gradients <= 2
-    expected = ["gather 0"]
+    # One collective at a time (local tiles are dealt by their work, so a large one may leave a group without):
+    # gathers beside tiles with gathered keys, sums of gradients beside local tiles.
+    beside = _shares(plan.backward_local_tiles[1], count)
+    assert sum(map(bool, beside)) >= 2
+    assert watcher.most_under_way == 1
+    expected = ["start gather", "local tiles", "wait gather", *(["start gather"] if count > 1 else [])]
     for group in range(count):
-        expected += ["local tiles"]
-        expected += [f"scattered {group - 1}"] if group else []
-        expected += [f"got {group}"]
-        expected += [f"gather {group + 1}"] if group + 1 < count else []
-        expected += ["gathered tiles"]
-        expected += [f"scatter {group}", "local tiles"]
-    expected.append(f"scattered {count - 1}")
-    # The local tiles of the last group follow those of the group before without a gather between them.
-    assert watcher.events == [event for event, last in zip(expected, ["", *expected], strict=False) if event != last]
+        expected += ["gathered tiles", *(["wait gather"] if group + 1 < count else [])]
+        expected += ["start scatter", *(["local tiles"] if beside[group] else []), "wait scatter"]
+        expected += ["start gather"] if group + 2 < count else []
+    assert watcher.events == expected

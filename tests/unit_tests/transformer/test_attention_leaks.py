@@ -3,16 +3,18 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer.geometry.scheme import Scheme
-from megatron_csbp.transformer.geometry.visibility import CleanAttention
+from megatron_csbp.transformer.geometry.scheme import CLEAN, Scheme
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, WindowAnchor
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
 from tests.support.dense_oracle import Problem
 from tests.support.simulated_group import SimulatedCollectives
+from tests.support.written_out_mask import written_out
 
 M, BLOCKS_PER_CHUNK = 4, 3
 TOPOLOGIES = [(Scheme.SINGLE, 1), *product(DISTRIBUTED_SCHEMES, [2])]
@@ -69,3 +71,55 @@ def test_a_loss_on_one_corrupted_block_has_gradients_in_it_and_in_earlier_clean_
         corrupted, clean = (set(copy.nonzero().flatten().tolist()) for copy in touched)
         assert corrupted == {block}
         assert clean == set(range(earlier_clean))
+
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "window": {"window": 7},
+    "window at blocks": {"window": 6, "anchor": WindowAnchor.BLOCK},
+    "documents": {"documents": ((0, 14), (16, 41))},
+    "documents, window, views, chosen blocks": {
+        "documents": ((0, 14), (16, 48)),
+        "window": 9,
+        "num_views": 2,
+        "active": ((0, 2, 5, 6, 11), (5, 11)),
+    },
+}
+
+
+@pytest.mark.parametrize("clean_attention", CleanAttention)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("scheme, group_size", TOPOLOGIES)
+def test_a_change_reaches_the_rows_that_see_it_and_no_bit_of_another(
+    scheme: Scheme,
+    group_size: int,
+    geometry: str,
+    clean_attention: CleanAttention,
+    simulated_collectives: SimulatedCollectives,
+) -> None:
+    """Change all keys and values of a block of one copy: outputs change in the rows that see it, and only there."""
+    blocks = BLOCKS_PER_CHUNK if group_size > 1 else 4 * BLOCKS_PER_CHUNK
+    case = Case(
+        scheme=scheme,
+        group_size=group_size,
+        block_size=M,
+        blocks_per_chunk=blocks,
+        clean_attention=clean_attention,
+        **GEOMETRIES[geometry],
+    )
+    length, views = case.sequence_length, case.num_views
+    rows = [(copy, position) for copy in (*range(views), CLEAN) for position in range(length)]
+    sees = torch.from_numpy(written_out(case.sample, case.mask, rows))
+    active = torch.from_numpy(case.sample.active_blocks.repeat(M, axis=1)).flatten()
+    exists = torch.cat([active, torch.ones(length, dtype=torch.bool)])
+    problem, other = case.problem(seed=1), case.problem(seed=2)
+    out = attend_on_group(case, problem).out
+    for copy, block in ((views, 1), (views, 5), (0, 5)):
+        first = copy * length + block * M
+        changed = slice(first, first + M)
+        key, value = problem.key.clone(), problem.value.clone()
+        key[changed], value[changed] = other.key[changed], other.value[changed]
+        probed = attend_on_group(case, replace(problem, key=key, value=value)).out
+        differs = (probed != out).flatten(1).any(1)
+        expected = sees[:, changed].any(1) & exists
+        assert expected.any()
+        assert torch.equal(differs, expected)

@@ -5,8 +5,6 @@ import resource
 
 import pytest
 import torch
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout
 from torch.utils.checkpoint import checkpoint
 
 from megatron_csbp.tools.attention_step import attention_step, fake_group
@@ -14,6 +12,11 @@ from megatron_csbp.tools.flops import ModelShape
 from megatron_csbp.tools.memory_meter import AllocationMeter, SavedActivations
 from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.communication import ContextGroupExchange
+from megatron_csbp.transformer.geometry.plan import AttentionPlan, plan_attention
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 
 CP, BP, CSBP = Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL
@@ -29,17 +32,15 @@ SHAPE = ModelShape(
 GROUP_SIZE = 16
 
 
-def plan_of(scheme: Scheme, length: int, group_size: int = GROUP_SIZE) -> AttentionPlan:
-    layout = SequenceLayout(
-        sequence_length=length, block_size=32, group_size=group_size, rank=group_size - 1, scheme=scheme
-    )
-    return AttentionPlan(layout, CleanAttention.TOKEN_CAUSAL)
+def plan_of(scheme: Scheme, length: int, group_size: int = GROUP_SIZE, window: int | None = None) -> AttentionPlan:
+    rows = RankRows(Sample(length, 32), Sharding(group_size, scheme), group_size - 1)
+    return plan_attention(rows, Mask(CleanAttention.TOKEN_CAUSAL, window))
 
 
 def saved_bytes(scheme: Scheme, length: int) -> int:
     """Return what one layer saves on one rank, in fp32."""
     plan = plan_of(scheme, length)
-    with fake_group(GROUP_SIZE, plan.layout.rank) as group, SavedActivations() as saved:
+    with fake_group(GROUP_SIZE, plan.rows.rank) as group, SavedActivations() as saved:
         attention_step(plan, SHAPE, group, dtype=torch.float32)()
     return saved.total_bytes
 
@@ -55,16 +56,15 @@ def test_a_layer_saves_its_own_rows_only(length: int) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_no_buffer_of_all_keys_outlives_its_layer(recompute: bool) -> None:
     plan = plan_of(CSBP, 2**15)
-    buffer_elements = plan.layout.sequence_length * SHAPE.num_key_value_heads * SHAPE.head_dim
-    with fake_group(GROUP_SIZE, plan.layout.rank) as group:
+    buffer_elements = plan.rows.sample.length * SHAPE.num_key_value_heads * SHAPE.head_dim
+    with fake_group(GROUP_SIZE, plan.rows.rank) as group:
         context = AttentionContext(plan, TorchCpuKernel(), 1.0, ContextGroupExchange(group))
 
         def layer(*tensors: torch.Tensor) -> torch.Tensor:
             return block_diffusion_attention(*tensors, context)
 
         query, key, value = (
-            torch.zeros(plan.layout.num_rows, 1, 1, SHAPE.head_dim, device="meta", requires_grad=True)
-            for _ in range(3)
+            torch.zeros(plan.rows.num_rows, 1, 1, SHAPE.head_dim, device="meta", requires_grad=True) for _ in range(3)
         )
         with AllocationMeter() as meter:
             for _ in range(2):
@@ -83,7 +83,7 @@ def test_nothing_of_size_l_by_l_is_ever_allocated(scheme: Scheme) -> None:
     plan = plan_of(scheme, length, group_size)
     device = "meta" if scheme is BP else "cpu"  # with the whole clean copy on every rank there is too much to compute
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with fake_group(group_size, plan.layout.rank) as group, AllocationMeter() as meter:
+    with fake_group(group_size, plan.rows.rank) as group, AllocationMeter() as meter:
         attention_step(plan, SHAPE, group, device=device, dtype=torch.float32)()
     # The largest thing is linear in L: the rows of the widest tensor.
     assert meter.largest_elements <= 2 * length * SHAPE.num_query_heads * SHAPE.head_dim < length * length // 1000

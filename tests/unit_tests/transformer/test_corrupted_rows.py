@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_csbp.transformer.corrupted_rows import among_all_rows, corrupted_rows
+from megatron_csbp.transformer.geometry.plan import plan_attention
 from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
@@ -17,15 +18,18 @@ from tests.support.simulated_group import SimulatedCollectives
 TOPOLOGIES = [(Scheme.SINGLE, 1), *((scheme, 2) for scheme in DISTRIBUTED_SCHEMES)]
 
 
+@pytest.mark.parametrize("views, active", [(1, None), (2, None), (1, ((0, 2),)), (1, ((),))])
 @pytest.mark.parametrize("scheme, group_size", TOPOLOGIES)
-def test_rows_come_back_to_their_places_with_zeros_between(scheme: Scheme, group_size: int) -> None:
+def test_rows_come_back_to_their_places_with_zeros_between(
+    scheme: Scheme, group_size: int, views: int, active: tuple[tuple[int, ...], ...] | None
+) -> None:
     for rank in range(group_size):
-        layout = Case(scheme=scheme, group_size=group_size).layout(rank)
-        rows = torch.randn(layout.num_rows, 3)
-        is_corrupted = torch.from_numpy(layout.is_corrupted)
-        taken = corrupted_rows(rows, layout)
+        of_rank = Case(scheme=scheme, group_size=group_size, num_views=views, active=active).rows(rank)
+        rows = torch.randn(of_rank.num_rows, 3)
+        is_corrupted = torch.from_numpy(of_rank.is_corrupted)
+        taken = corrupted_rows(rows, of_rank)
         assert torch.equal(taken, rows[is_corrupted])
-        assert torch.equal(among_all_rows(taken, layout), rows * is_corrupted[:, None])
+        assert torch.equal(among_all_rows(taken, of_rank), rows * is_corrupted[:, None])
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -46,10 +50,10 @@ def test_corrupted_queries_alone_attend_as_among_clean_ones_and_leave_the_same_g
         num_key_value_heads=2,
         micro_batch_size=2,
     )
-    layout = case.layout(0)  # corrupted and clean rows are at the same places on every rank
+    rows = case.rows(0)  # corrupted and clean rows are at the same places on every rank
 
     def only_corrupted(attend: Attend) -> Attend:
-        return lambda *inputs: among_all_rows(corrupted_rows(attend(*inputs), layout), layout)
+        return lambda *inputs: among_all_rows(corrupted_rows(attend(*inputs), rows), rows)
 
     expected, _ = gradients_on_group(case, only_corrupted)
     for kernel in (None, ReferenceKernel()):
@@ -58,7 +62,7 @@ def test_corrupted_queries_alone_attend_as_among_clean_ones_and_leave_the_same_g
             only_corrupted,
             lambda context, kernel=kernel: replace(
                 context,
-                plan=replace(context.plan, clean_queries=False),
+                plan=plan_attention(context.plan.rows, context.plan.mask, clean_queries=False),
                 kernel=kernel or context.kernel,
                 num_head_groups=groups,
             ),

@@ -53,15 +53,17 @@ def test_results_on_streams_are_those_without_bit_for_bit(
     case = replace(CASE, scheme=scheme)
     with monkeypatch.context() as patch:
         use_simulated(SimulatedCollectives(backend="nccl"), patch)
-        expected, _ = gradients_on_group(case, wrap)
+        expected, _ = gradients_on_group(case, wrap, lambda context: replace(context, num_head_groups=groups))
     nccl = collectives(reads=reads)
     use_fake_cuda(nccl, monkeypatch)
     got = on_cuda(case, wrap, nccl, groups)
     assert not any(tensor.isnan().any() for tensor in got)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    # Keys and values in two halves each; three exchanges for a copy, a layer and a head group, on two ranks.
-    exchanges = 2 * 3 * groups * (2 if wrap is two_layers else 1) * (2 if scheme is Scheme.CONTEXT_PARALLEL else 1)
-    assert nccl.group_calls == ([] if collectives is UncoalescedCollectives else [4] * exchanges)
+    # Keys and values in two halves each, of all copies in one call; three exchanges for a layer and a head group.
+    exchanges = 2 * 3 * groups * (2 if wrap is two_layers else 1)
+    collectives_of_a_call = 8 if scheme is Scheme.CONTEXT_PARALLEL else 4
+    expected = [] if collectives is UncoalescedCollectives else [collectives_of_a_call] * exchanges
+    assert nccl.group_calls == expected
     assert nccl.cuda.priorities == [-1, -1], "one side stream for each rank"
 
 

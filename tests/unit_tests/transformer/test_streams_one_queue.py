@@ -4,20 +4,23 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from megatron_csbp.transformer import streams
 from megatron_csbp.transformer.attention import AttentionContext
-from megatron_csbp.transformer.attention_exchange import GatherAhead, PendingGather
+from megatron_csbp.transformer.attention_exchange import GatherAhead
 from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.streams import CudaSideStream, Start, Waitable, _Arrival
+from megatron_csbp.transformer.tile_executor import KeyValue
 from tests.support.attention_cases import Attend, Case, gradients_on_group, plain, recomputed, two_layers
 from tests.support.fake_cuda import StreamedCollectives, TickingKernel, use_fake_cuda
 from tests.support.one_queue import Run, unhidden
 
-CASE = Case(num_query_heads=8, num_key_value_heads=4)
+# So many blocks that each of 4 head groups has a local tile to hide its gradients behind.
+CASE = Case(num_query_heads=8, num_key_value_heads=4, blocks_per_chunk=16)
 
 
 def runs_on_each_rank(
@@ -56,7 +59,7 @@ def test_tiles_start_before_each_collective_ends(
 def test_forward_the_cp_baseline_hides_its_gathers_as_well(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(CASE, scheme=Scheme.CONTEXT_PARALLEL)
     for runs in runs_on_each_rank(plain, groups, monkeypatch, case):
-        forward = [run for run in runs if run.label == "collective"][: 2 * groups]
+        forward = [run for run in runs if run.label == "collective"][:groups]
         assert not set(forward) & set(unhidden(runs))
 
 
@@ -75,21 +78,29 @@ def asynchronous_collectives(patch: pytest.MonkeyPatch) -> None:
 
 
 def next_gather_before_the_wait(patch: pytest.MonkeyPatch) -> None:
-    """Gather g+1 is started in front of the local tiles of group g, behind gather g."""
-    queue: dict[int, list[object]] = {}
+    """Gather g+1 is started behind gather g, and before it is waited for."""
+    init, wait = GatherAhead.__init__, GatherAhead.wait
 
-    def take(self: GatherAhead) -> PendingGather:
-        waiting = queue.setdefault(id(self), [])
-        waiting.append(self._under_way)
-        self._under_way = self._start()
-        return PendingGather(self, 1)
+    def start(self: GatherAhead, *arguments: Any) -> None:
+        init(self, *arguments)
+        self._further = self._next()  # type: ignore[attr-defined]
 
-    def wait(self: GatherAhead) -> list[Tensor]:
-        gathered: list[Tensor] = queue[id(self)].pop(0).wait()  # type: ignore[attr-defined]
+    def following(self: GatherAhead) -> list[Any]:
+        under_way, self._under_way = self._under_way, []
+        self.start_next()
+        started, self._under_way = self._under_way, under_way
+        return started
+
+    def wait_for_the_first(self: GatherAhead, *, start_next: bool = True) -> KeyValue:
+        gathered = wait(self, start_next=False)
+        self._under_way = self._further  # type: ignore[attr-defined]
+        if start_next:
+            self._further = self._next()  # type: ignore[attr-defined]
         return gathered
 
-    patch.setattr(GatherAhead, "take", take)
-    patch.setattr(GatherAhead, "wait_and_start_next", wait)
+    patch.setattr(GatherAhead, "_next", following, raising=False)
+    patch.setattr(GatherAhead, "__init__", start)
+    patch.setattr(GatherAhead, "wait", wait_for_the_first)
 
 
 @pytest.mark.parametrize("wrap", [plain, recomputed])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_csbp.transformer import wait_clock as module
-from megatron_csbp.transformer.communication import TimedWork
+from megatron_csbp.transformer.communication import PendingWork
 from megatron_csbp.transformer.wait_clock import HostClock, StreamClock, wait_clock
 
 
@@ -32,7 +32,7 @@ def test_the_host_clock_counts_waits_and_not_what_follows_them() -> None:
 
     works = [SlowWork(0.02), SlowWork(0.03)]
     for _ in range(2):
-        assert TimedWork(works, finish, clock).wait() == "result"  # type: ignore[arg-type]
+        assert PendingWork(works, finish, clock).wait() == "result"
     assert 0.1 <= clock.take_seconds() < 1.0
     assert clock.take_seconds() == 0.0
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_csbp.transformer.geometry.needs import Lowering, Needs
 from megatron_csbp.transformer.geometry.plan import AttentionPlan, plan_attention
 from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import BlockAssignment, CopyKind, Scheme, Sharding
 from megatron_csbp.transformer.geometry.tiles import KeySource
-from megatron_csbp.transformer.geometry.transfers import Lowering, Needs, clean_transfer
+from megatron_csbp.transformer.geometry.transfers import clean_transfer
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, WindowAnchor, allowed_pairs
 from tests.support.geometry_cases import SCHEMES, groups
 from tests.support.plan_check import Group, arrives, check_group, check_tiles, computed_pairs, whole_rows
@@ -47,12 +48,9 @@ def test_so_with_many_blocks_on_one_rank(group: Group) -> None:
 
 
 @pytest.mark.parametrize("assignment", BlockAssignment)
-@pytest.mark.parametrize(
-    "mask",
-    [Mask(CleanAttention.TOKEN_CAUSAL), Mask(CleanAttention.BLOCK_CAUSAL)],
-    ids=["token-causal", "block-causal"],
-)
-def test_so_on_some_of_4096_ranks(mask: Mask, assignment: BlockAssignment) -> None:
+@pytest.mark.parametrize("clean_attention", CleanAttention)
+def test_so_on_some_of_4096_ranks(clean_attention: CleanAttention, assignment: BlockAssignment) -> None:
+    mask = Mask(clean_attention)
     sample, sharding = Sample(2 * 4096 * 3 * 2, 2), Sharding(4096, CSBP, assignment)
     everyone = [RankRows(sample, sharding, rank) for rank in range(4096)]
     transfers = [clean_transfer(Needs(rows, mask)) for rows in everyone]
@@ -137,12 +135,9 @@ def test_dual_end_needs_one_slice_of_the_buffer_for_each_chunks_prefix(
     )
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [Mask(CleanAttention.TOKEN_CAUSAL), Mask(CleanAttention.BLOCK_CAUSAL)],
-    ids=["token-causal", "block-causal"],
-)
-def test_dual_end_balances_the_pairs_over_the_ranks(mask: Mask) -> None:
+@pytest.mark.parametrize("clean_attention", CleanAttention)
+def test_dual_end_balances_the_pairs_over_the_ranks(clean_attention: CleanAttention) -> None:
+    mask = Mask(clean_attention)
     pairs = {static_plan(8, rank, mask).num_pairs for rank in range(8)}
     assert len(pairs) == 1
     sample, sharding = Sample(128, 2), Sharding(8, CSBP, BlockAssignment.CONTIGUOUS)

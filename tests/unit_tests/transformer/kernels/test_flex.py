@@ -10,17 +10,20 @@ import itertools
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.layout import BlockAssignment, Scheme, SequenceLayout
-from megatron_csbp.transformer.tile import MaskKind
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as flex_module
 
+from megatron_csbp.transformer.geometry.plan import AttentionPlan, plan_attention
+from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme
+from megatron_csbp.transformer.geometry.tiles import MaskKind
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, WindowAnchor
 from megatron_csbp.transformer.kernels import flex
 from megatron_csbp.transformer.kernels.flex import FlexKernel
 from megatron_csbp.transformer.kernels.flex_mask import BLOCK, local_block_mask, local_mask_function, pairs_by_block
@@ -28,7 +31,7 @@ from megatron_csbp.transformer.kernels.local_interface import LocalKernel
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.kernels.torch_cuda import TorchCudaKernel
 from megatron_csbp.transformer.softmax_merge import merge_partial
-from megatron_csbp.transformer.tile_executor import KeyValue, Merged, QuerySide, TileExecutor
+from megatron_csbp.transformer.tile_executor import Gradients, KeyValue, Merged, QuerySide, TileExecutor
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group
 from tests.support.simulated_group import SimulatedCollectives
 
@@ -45,24 +48,40 @@ CASES = [
         BlockAssignment,
     )
 ]
+SPECIAL = [
+    replace(case, **changes)
+    for case in CASES
+    if case.block_size == 32
+    for changes in (
+        {"window": 1},
+        {"window": 100},
+        {"window": 100, "anchor": WindowAnchor.BLOCK},
+        {"num_views": 2, "documents": ((0, 45), (64, 96))},
+        {"active": ((0, 3),), "window": 40},
+        {"documents": ((32, 96), (96, 150)), "window": 50},
+    )
+]
 
 
 def dense_mask(plan: AttentionPlan) -> np.ndarray:
     """Who sees whom among local rows, bool [S, S], from the plan's tiles row by row."""
-    mask = np.zeros((plan.layout.num_rows,) * 2, bool)
+    mask = np.zeros((plan.rows.num_rows,) * 2, bool)
     for tile in plan.local_tiles:
         for queries, keys in zip(tile.query.rows(), tile.key.rows(), strict=True):
             allowed = np.ones((len(queries), len(keys)), bool)
-            mask[np.ix_(queries, keys)] |= np.tril(allowed) if tile.mask is MaskKind.CAUSAL else allowed
+            if tile.mask is not MaskKind.FULL:
+                allowed = np.tril(allowed) if tile.mask is MaskKind.CAUSAL else np.triu(allowed)
+            mask[np.ix_(queries, keys)] |= allowed
     return mask
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_mask_is_the_plans(case: Case) -> None:
+@pytest.mark.parametrize("clean_queries", [True, False])
+@pytest.mark.parametrize("case", CASES + SPECIAL, ids=str)
+def test_the_mask_is_the_plans(case: Case, clean_queries: bool) -> None:
     for rank in range(case.group_size):
-        plan = case.plan(rank)
-        expected, rows = dense_mask(plan), torch.arange(plan.layout.num_rows)
-        function = local_mask_function(plan.layout, plan.clean_attention, CPU)
+        plan = plan_attention(case.rows(rank), case.mask, clean_queries=clean_queries)
+        expected, rows = dense_mask(plan), torch.arange(plan.rows.num_rows)
+        function = local_mask_function(plan, CPU)
         allowed = function(rows[:1], rows[:1], rows[:, None], rows[None, :])
         np.testing.assert_array_equal(allowed.numpy(), expected)
         blocks = -(-len(rows) // BLOCK)
@@ -75,8 +94,8 @@ def test_the_mask_is_the_plans(case: Case) -> None:
 @pytest.mark.parametrize("clean_attention", CleanAttention)
 def test_the_block_mask_is_what_flex_attention_would_build_itself(clean_attention: CleanAttention) -> None:
     plan = Case(group_size=2, block_size=16, blocks_per_chunk=25, clean_attention=clean_attention).plan(1)
-    ours = local_block_mask(plan.layout, clean_attention, CPU)
-    rows = plan.layout.num_rows
+    ours = local_block_mask(plan, CPU)
+    rows = plan.rows.num_rows
     theirs = flex_module.create_block_mask(ours.mask_mod, None, None, rows, rows, device="cpu", BLOCK_SIZE=BLOCK)
     assert rows % BLOCK
     assert ours.shape == theirs.shape
@@ -88,16 +107,12 @@ def test_the_block_mask_is_what_flex_attention_would_build_itself(clean_attentio
 
 
 def test_a_long_sequence_needs_no_tensor_of_its_square() -> None:
-    layout = SequenceLayout(
-        sequence_length=1 << 18,
-        block_size=32,
-        group_size=8,
-        rank=3,
-        scheme=Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL,
-    )
-    mask = local_block_mask(layout, CleanAttention.TOKEN_CAUSAL, CPU)
+    plan = Case(group_size=8, block_size=32, blocks_per_chunk=512).plan(3)
+    assert plan.rows.sample.length == 1 << 18
+    mask = local_block_mask(plan, CPU)
+    assert local_block_mask(plan, CPU) is mask, "one object, so that it is compiled once"
     tensors = [value for value in mask.as_tuple() if isinstance(value, torch.Tensor)]
-    assert max(t.numel() for t in tensors) == (layout.num_rows // BLOCK) ** 2
+    assert max(t.numel() for t in tensors) == (plan.rows.num_rows // BLOCK) ** 2
     assert mask.sparsity() > 80
 
 
@@ -128,7 +143,7 @@ def test_one_call_gives_the_local_tiles_and_their_share_of_the_gradients(
     plan = Case(
         scheme=scheme, group_size=group_size, block_size=12, blocks_per_chunk=3, clean_attention=clean_attention
     ).plan(0)
-    grad_out, query, local = problem(plan.layout.num_rows)
+    grad_out, query, local = problem(plan.rows.num_rows)
     executor = TileExecutor(ReferenceKernel(), SCALE)
     expected = Merged(torch.empty_like(query), torch.empty(query.shape[:3], dtype=torch.float64))
     for tile in plan.local_tiles:
@@ -143,7 +158,7 @@ def test_one_call_gives_the_local_tiles_and_their_share_of_the_gradients(
     merge_partial(*merged, further, further.sum(-1))
     grads = [torch.zeros_like(tensor) for tensor in (query, *local)]
     for tile in plan.local_tiles:
-        executor.backward(tile, QuerySide(grad_out, query, merged), local, grads[0], KeyValue(*grads[1:]))
+        executor.backward(tile, QuerySide(grad_out, query, merged), local, Gradients(grads[0], KeyValue(*grads[1:])))
     got = FlexKernel().backward_local(grad_out, query, *local, *merged, plan=plan, scale=SCALE)
     for name, ours, theirs in zip(("dq", "dk", "dv"), got, grads, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
@@ -158,7 +173,7 @@ def test_it_is_compiled_once_for_each_shape_whatever_rank_mask_and_pass(
     kernel, compiled = FlexKernel(), []
     for blocks, clean, rank in itertools.product((3, 4), CleanAttention, (0, 1)):
         plan = Case(group_size=2, block_size=4, blocks_per_chunk=blocks, clean_attention=clean).plan(rank)
-        grad_out, query, local = problem(plan.layout.num_rows)
+        grad_out, query, local = problem(plan.rows.num_rows)
         merged = kernel.forward_local(query, *local, plan=plan, scale=SCALE)
         kernel.backward_local(grad_out, query, *local, *merged, plan=plan, scale=SCALE)
         compiled.append(counter.frame_count)
@@ -199,10 +214,17 @@ class FlexOnCpu(ReferenceKernel, FlexKernel):
             return super().backward_local(*tensors, plan=plan, scale=scale)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"micro_batch_size": 2}, {"window": 5, "num_views": 2}, {"documents": ((4, 11), (12, 40)), "active": ((1, 4),)}],
+    ids=["static", "window", "documents"],
+)
 @pytest.mark.parametrize("scheme", DISTRIBUTED_SCHEMES)
-def test_a_whole_group_is_exact(scheme: Scheme, uncompiled: None, simulated_collectives: SimulatedCollectives) -> None:
-    case = Case(scheme=scheme, group_size=2, micro_batch_size=2)
+def test_a_whole_group_is_exact(
+    scheme: Scheme, changes: dict[str, Any], uncompiled: None, simulated_collectives: SimulatedCollectives
+) -> None:
+    case = Case(scheme=scheme, group_size=2, **changes)
     given = case.problem()
     got = attend_on_group(case, given, kernel=FlexOnCpu())
-    errors = got.max_errors(case.dense(given))
+    errors = got.max_errors(case.dense(given), case.num_views)
     assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}

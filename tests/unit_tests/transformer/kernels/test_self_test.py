@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
-from megatron_csbp.transformer.layout import Scheme, SequenceLayout
-from megatron_csbp.transformer.tile import MaskKind
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 
+from megatron_csbp.transformer.geometry.plan import plan_attention
+from megatron_csbp.transformer.geometry.rows import RankRows
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
+from megatron_csbp.transformer.geometry.tiles import MaskKind
+from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
 from megatron_csbp.transformer.kernels import HeadShape, checked_kernel, flex, self_test
 from megatron_csbp.transformer.kernels.cudnn_tails import ends_within_a_group
 from megatron_csbp.transformer.kernels.flex import FlexKernel
@@ -52,11 +55,11 @@ def test_training_asks_for_nothing_that_is_not_tried(scheme: Scheme, length: int
     """What decides on masks and operators: causal or not, and whether a length ends within a group of cuDNN's."""
     tried = {(causal, ends_within_a_group(rows, keys)) for causal, _, rows, keys in self_test._CASES}
     size = 1 if scheme is Scheme.SINGLE else 8
-    for rank, clean_attention in product(range(size), CleanAttention):
-        layout = SequenceLayout(sequence_length=length, block_size=32, group_size=size, rank=rank, scheme=scheme)
-        for tile in AttentionPlan(layout, clean_attention).tiles:
-            asked = (tile.mask is MaskKind.CAUSAL, ends_within_a_group(tile.query.length, tile.key.length))
-            assert asked in tried
+    for rank, clean_attention, window in product(range(size), CleanAttention, (None, 7, 1000, 1024)):
+        rows = RankRows(Sample(length, 32), Sharding(size, scheme), rank)
+        for tile in plan_attention(rows, Mask(clean_attention, window)).tiles:
+            lengths = tile.query.num_rows, tile.key.num_rows
+            assert (tile.mask is not MaskKind.FULL, ends_within_a_group(*lengths)) in tried
 
 
 def test_it_takes_milliseconds_and_leaves_the_random_state_alone() -> None:
