@@ -113,6 +113,8 @@ def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
         num_head_groups=args.csbp_head_groups,
         grad_reduce_dtype=GRAD_REDUCE_DTYPES[args.csbp_grad_reduce_dtype],
         last_layer_drops_clean_rows=args.csbp_whole_last_layer is None,
+        delta_net_backend=args.csbp_delta_net_backend,
+        delta_net_state_bytes=args.csbp_delta_net_state_mib * 2**20,
     )
     return config
 

@@ -43,6 +43,8 @@ class BlockDiffusionSettings:
         num_head_groups: groups in which heads are exchanged and computed.
         grad_reduce_dtype: dtype in which key and value gradients cross a link; None for that of the keys.
         last_layer_drops_clean_rows: whether clean rows end at their keys and values in the last layer, in training.
+        delta_net_backend: value of `--csbp-delta-net-backend`.
+        delta_net_state_bytes: bound on the states that a delta-net layer has alive at a time.
     """
 
     sequence_length: int
@@ -54,6 +56,8 @@ class BlockDiffusionSettings:
     num_head_groups: int = 1
     grad_reduce_dtype: torch.dtype | None = None
     last_layer_drops_clean_rows: bool = False
+    delta_net_backend: str = "auto"
+    delta_net_state_bytes: int = 256 * 2**20
 
     def layout(self, group_size: int, rank: int) -> SequenceLayout:
         """Return the rows of one rank of a context group."""

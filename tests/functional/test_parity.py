@@ -16,6 +16,7 @@ from tests.functional.model_flags import (
     CSBP2,
     CSBP4,
     DEEP,
+    HYBRID,
     MOE,
     NEMOTRON,
     PP2,
@@ -44,6 +45,7 @@ MODELS = {
     "block-diffusion": [*UNTIED_MQA, *BLOCK_DIFFUSION],
     "deep": [*DEEP, *BLOCK_DIFFUSION, "--clean-attention", "token-causal"],
     "moe": [*MOE, *NEMOTRON],
+    "hybrid": [*HYBRID, *NEMOTRON],
 }
 
 
@@ -96,6 +98,20 @@ TOPOLOGIES = {
         "nemotron",
         2,
         [*CSBP2, *words("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")],
+    ),
+    "gated delta nets, csbp4": Topology("hybrid", 4, CSBP4),
+    "gated delta nets, pure bp2": Topology("hybrid", 2, BP2),
+    "gated delta nets, cp2": Topology("hybrid", 2, CP2),
+    "gated delta nets, tp2 x csbp2, sequence parallel": Topology("hybrid", 4, [*TP2, SP, *CSBP2]),
+    "gated delta nets, pp2 x csbp2": Topology("hybrid", 4, [*PP2, *CSBP2]),
+    "gated delta nets, csbp2, contiguous, full recompute": Topology(
+        "hybrid",
+        2,
+        [
+            *CSBP2,
+            *words("--block-assignment contiguous"),
+            *words("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+        ],
     ),
 }
 
