@@ -247,7 +247,7 @@ def block_submodules(config: Any, spec: Any, vp_stage: int | None = None, pp_ran
 @contextlib.contextmanager
 def gated_delta_net_without_fla() -> Iterator[None]:
     """While open, Megatron's gated delta net can be built where the package fla is missing, whose kernels it calls."""
-    common = importlib.import_module("megatron.core.ssm.gated_delta_net.common")
+    common: Any = importlib.import_module("megatron.core.ssm.gated_delta_net.common")
     before = common.HAVE_FLA
     common.HAVE_FLA = True
     try:

@@ -55,7 +55,7 @@ HYBRID = [
     *words("--rotary-percent 0.25 --experimental-attention-variant gated_delta_net --linear-attention-freq 4"),
     *words("--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 8"),
 ]
-"""Three gated delta nets and one full attention, as Qwen3.5 has them: output gate, zero-centred norms, partial RoPE."""
+"""Three gated delta nets and a full attention as Qwen3.5 has them: output gate, zero-centred norms, partial RoPE."""
 
 CSBP2 = words("--bp-size 2 --context-parallel-size 2")
 CSBP4 = words("--bp-size 4 --context-parallel-size 4")

@@ -103,7 +103,7 @@ def convolve_blocks(
         missing.append(look_back - plan.rows_before(chunk, block.start, look_back))
     steps = torch.arange(look_back, device=rows_nMBX.device)
     index_nR = torch.tensor(first, device=rows_nMBX.device)[:, None] + steps
-    before_nRBX = extended_cTBX.flatten(0, 1)[index_nR.flatten()].unflatten(0, index_nR.shape)
+    before_nRBX = torch.unflatten(extended_cTBX.flatten(0, 1)[index_nR.flatten()], 0, index_nR.shape)
     if any(missing):
         other_nR = steps < torch.tensor(missing, device=rows_nMBX.device)[:, None]
         before_nRBX = before_nRBX.masked_fill(other_nR[:, :, None, None], 0)

@@ -53,12 +53,13 @@ class DeltaHeads:
     def rows(self, qkv_GTX: Tensor, log_decay_GTH: Tensor, beta_GTH: Tensor) -> DeltaRows:
         """Return rows for the kernel: queries and keys of unit length, one for each value head."""
         width = self.key_heads * self.key_dim
-        query, key, value = qkv_GTX.split([width, width, self.value_heads * self.value_dim], -1)
-        query, key = (_unit(tensor.unflatten(-1, (self.key_heads, self.key_dim))) for tensor in (query, key))
+        query, key, value = torch.split(qkv_GTX, [width, width, self.value_heads * self.value_dim], -1)
+        query, key = (_unit(torch.unflatten(tensor, -1, (self.key_heads, self.key_dim))) for tensor in (query, key))
         repeats = self.value_heads // self.key_heads
         if repeats > 1:
             query, key = query.repeat_interleave(repeats, 2), key.repeat_interleave(repeats, 2)
-        return DeltaRows(query, key, value.unflatten(-1, (self.value_heads, self.value_dim)), log_decay_GTH, beta_GTH)
+        value = torch.unflatten(value, -1, (self.value_heads, self.value_dim))
+        return DeltaRows(query, key, value, log_decay_GTH, beta_GTH)
 
 
 def _unit(tensor: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ def _rows(heads: DeltaHeads, qkv_gTBX: Tensor, log_decay_gTBH: Tensor, beta_gTBH
 
 def _unbatched(out_GTHV: Tensor, batch: int) -> Tensor:
     """Return outputs [G, T, H, V] as [g, T, B, H, V]."""
-    return out_GTHV.unflatten(0, (-1, batch)).transpose(1, 2)
+    return torch.unflatten(out_GTHV, 0, (-1, batch)).transpose(1, 2)
 
 
 def _zeros(rows: DeltaRows) -> Tensor:
@@ -165,7 +166,10 @@ class _Scan:
     def _split(self, rows: DeltaRows) -> list[DeltaRows]:
         """Return the clean rows of each segment."""
         lengths = [len(steps) * self.context.plan.step for steps in self._segments]
-        return [DeltaRows(*part) for part in zip(*(tensor.split(lengths, 1) for tensor in rows.tensors), strict=True)]
+        return [
+            DeltaRows(*part)
+            for part in zip(*(torch.split(tensor, lengths, 1) for tensor in rows.tensors), strict=True)
+        ]
 
     def _call[T](self, function: Callable[..., T], *tensors: Tensor) -> T:
         """Call a segment's function; of several segments, each is computed again in backward."""
@@ -180,7 +184,8 @@ class _Scan:
         maps_GHKW = identity_maps(rows)
         for steps, segment in zip(self._segments, self._split(rows), strict=True):
             maps_GHKW = self._call(partial(self._advance, steps), maps_GHKW, *segment.tensors)
-        states = incoming_states(maps_GHKW.unflatten(0, (-1, self.batch)), self.context.plan, self.context.exchange)
+        maps_cBHKW = torch.unflatten(maps_GHKW, 0, (-1, self.batch))
+        states = incoming_states(maps_cBHKW, self.context.plan, self.context.exchange)
         return states.flatten(0, 1)
 
     def _advance(self, steps: range, maps_GHKW: Tensor, *rows: Tensor) -> Tensor:
@@ -203,14 +208,16 @@ class _Scan:
     def _split_blocks(self, batch: BlockBatch, rows: DeltaRows) -> list[DeltaRows]:
         """Return the rows of a batch's blocks, by the segment that they start in."""
         counts = [count * self.batch for count in batch.counts]
-        return [DeltaRows(*part) for part in zip(*(tensor.split(counts) for tensor in rows.tensors), strict=True)]
+        return [
+            DeltaRows(*part) for part in zip(*(torch.split(tensor, counts) for tensor in rows.tensors), strict=True)
+        ]
 
     def _segment(self, segment: int, steps: range, state_GHKV: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the state behind a segment, and the outputs of its clean rows and of its blocks by batch."""
         plan, kernel = self.context.plan, self.context.kernel
         clean, *blocks = (DeltaRows(*tensors[first : first + 5]) for first in range(0, len(tensors), 5))
         out, starts_GJHKV, state_GHKV = kernel.clean(clean, state_GHKV, plan.step, self._keeps(steps))
-        starts = starts_GJHKV.unflatten(0, (-1, self.batch)).transpose(1, 2).flatten(0, 1)  # [c J, B, H, K, V]
+        starts = torch.unflatten(starts_GJHKV, 0, (-1, self.batch)).transpose(1, 2).flatten(0, 1)  # [c J, B, H, K, V]
         outs = [out]
         for batch, rows in zip(self.pieces.batches, blocks, strict=True):
             first = sum(batch.counts[:segment])

@@ -94,7 +94,7 @@ class _IncomingStates(torch.autograd.Function):
         for chunk in range(plan.own_chunks[-1] + 1):
             if chunk in plan.own_chunks:
                 states.append(state_BHKV)
-            write_BHKV, through_BHKK = maps[chunk].split([width - key_dim, key_dim], -1)
+            write_BHKV, through_BHKK = torch.split(maps[chunk], [width - key_dim, key_dim], -1)
             state_BHKV = through_BHKK @ state_BHKV + write_BHKV
         states_cBHKV = torch.stack(states)
         ctx.save_for_backward(map_cBHKW[..., -key_dim:], states_cBHKV)
@@ -114,7 +114,7 @@ class _IncomingStates(torch.autograd.Function):
             if chunk in plan.own_chunks:
                 state_BHKV = states_cBHKV[plan.own_chunks.index(chunk)]
                 grads.insert(0, torch.cat([behind_BHKV, behind_BHKV @ state_BHKV.transpose(-1, -2)], -1))
-            grad_BHKV, through_BHKK = everyones[chunk].split(sizes, -1)
+            grad_BHKV, through_BHKK = torch.split(everyones[chunk], sizes, -1)
             behind_BHKV = grad_BHKV + through_BHKK.transpose(-1, -2) @ behind_BHKV
         return torch.stack(grads), None, None
 

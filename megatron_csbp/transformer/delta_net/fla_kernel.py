@@ -75,7 +75,7 @@ class FlaDeltaRule:
 
 def _as_sequences(rows: DeltaRows, length: int) -> DeltaRows:
     """Return the blocks [G J, M, ...] of sequences [G, J M, ...]."""
-    return DeltaRows(*(tensor.unflatten(1, (-1, length)).flatten(0, 1) for tensor in rows.tensors))
+    return DeltaRows(*(torch.unflatten(tensor, 1, (-1, length)).flatten(0, 1) for tensor in rows.tensors))
 
 
 def _maps(blocks: DeltaRows) -> Tensor:
@@ -99,12 +99,12 @@ def _compose(map_EHKW: Tensor, carried_GHKW: Tensor, keeps: Keeps) -> tuple[Tens
     sequences, key_dim = len(keeps), map_EHKW.shape[-2]
     value_dim = map_EHKW.shape[-1] - key_dim
     arriving = []
-    for block, map_GHKW in enumerate(map_EHKW.unflatten(0, (sequences, -1)).unbind(1)):
+    for block, map_GHKW in enumerate(torch.unflatten(map_EHKW, 0, (sequences, -1)).unbind(1)):
         kept = [float(sequence[block]) for sequence in keeps]
         if not all(kept):
             carried_GHKW = carried_GHKW * carried_GHKW.new_tensor(kept)[:, None, None, None]
         arriving.append(carried_GHKW)
-        write, through = map_GHKW.split([value_dim, key_dim], -1)
+        write, through = torch.split(map_GHKW, [value_dim, key_dim], -1)
         carried_GHKW = through @ carried_GHKW + F.pad(write, (0, carried_GHKW.shape[-1] - value_dim))
     return torch.stack(arriving, 1), carried_GHKW
 

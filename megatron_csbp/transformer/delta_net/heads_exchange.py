@@ -81,4 +81,4 @@ class HeadsExchange:
 
         enter(Direction.BACKWARD if runs_in_backward() else Direction.FORWARD)
         if received.requires_grad:
-            received.register_hook(lambda grad: enter(Direction.BACKWARD))
+            received.register_hook(lambda grad: enter(Direction.BACKWARD))  # type: ignore[no-untyped-call]

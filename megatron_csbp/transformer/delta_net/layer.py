@@ -27,7 +27,7 @@ from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger
 from megatron_csbp.transformer.wait_clock import WaitClock
 
 
-class BlockDiffusionGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
+class BlockDiffusionGatedDeltaNet(GatedDeltaNet):
     """A gated delta net whose corrupted blocks start from the clean state before them.
 
     Parameters, checkpoint keys and constructor are those of Megatron's `GatedDeltaNet`, plus `settings`. Megatron's
@@ -164,7 +164,7 @@ class BlockDiffusionGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
             heads.value_heads,
             heads.value_heads,
         ]
-        qkv_SBX, gate_SBX, beta_SBH, alpha_SBH = features_SBF.split(widths, -1)
+        qkv_SBX, gate_SBX, beta_SBH, alpha_SBH = torch.split(features_SBF, widths, -1)
         weight, bias = convolution_weights
         out_SBHV = block_diffusion_delta_rule(
             qkv_SBX,
@@ -180,7 +180,8 @@ class BlockDiffusionGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
         """Normalise each head and gate it, as Megatron's `_apply_gated_norm` does; [S, B, H V]."""
         normed = self.out_norm(out_SBHV.reshape(-1, out_SBHV.shape[-1])).view_as(out_SBHV)
         gate = torch.nn.functional.silu(gate_SBX.to(state_dtype(gate_SBX.dtype)))
-        return (normed.flatten(-2) * gate).to(out_SBHV.dtype)
+        gated: Tensor = (normed.flatten(-2) * gate).to(out_SBHV.dtype)
+        return gated
 
 
 def log_decay(alpha_SBH: Tensor, a_log_H: Tensor, dt_bias_H: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from torch import nn
 
 from megatron_csbp import megatron_compat
 from megatron_csbp.transformer.core_attention import BlockDiffusionSettings, CSBPCoreAttention
@@ -86,7 +86,7 @@ def _delta_net_layer(attention_layer: ModuleSpec) -> ModuleSpec:
     return spec
 
 
-def check_mixers(model: nn.Module) -> None:
+def check_mixers(model: GPTModel) -> None:
     """Check that nothing in a model mixes rows except what knows the copies of a sequence.
 
     Args:

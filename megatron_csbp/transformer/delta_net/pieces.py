@@ -115,10 +115,10 @@ class Pieces:
 
     def split(self, tensor_S: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the clean rows [c, C, ...] of local rows [S, ...], and those of each batch of blocks [n, M, ...]."""
-        parts = tensor_S.split([piece.length for piece in self.in_row_order])
+        parts = torch.split(tensor_S, [piece.length for piece in self.in_row_order])
         clean_cC = torch.stack([parts[index] for index in self.chunk_pieces])
         blocks = [
-            torch.cat([parts[index].unflatten(0, (-1, batch.length)) for index in batch.pieces])
+            torch.cat([torch.unflatten(parts[index], 0, (-1, batch.length)) for index in batch.pieces])
             for batch in self.batches
         ]
         return clean_cC, blocks
@@ -130,6 +130,6 @@ class Pieces:
             parts[index] = rows_C
         for batch, rows_nM in zip(self.batches, blocks_nM, strict=True):
             counts = [len(self.in_row_order[index].blocks) for index in batch.pieces]
-            for index, rows in zip(batch.pieces, rows_nM.split(counts), strict=True):
+            for index, rows in zip(batch.pieces, torch.split(rows_nM, counts), strict=True):
                 parts[index] = rows.flatten(0, 1)
         return torch.cat(parts)

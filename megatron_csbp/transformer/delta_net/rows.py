@@ -46,6 +46,11 @@ class DeltaRows:
         """Factor on the output, 1/sqrt(K)."""
         return float(self.key_GTHK.shape[-1] ** -0.5)
 
+    def split(self, sizes: Sequence[int], dim: int) -> list["DeltaRows"]:
+        """Return the rows cut along the sequences (dim 0) or along the rows of each (dim 1)."""
+        parts = (torch.split(tensor, list(sizes), dim) for tensor in self.tensors)
+        return [DeltaRows(*part) for part in zip(*parts, strict=True)]
+
     def state_shape(self) -> tuple[int, int, int, int]:
         """Return the shape of the states of these sequences, [G, H, K, V]."""
         sequences, _, heads, key_dim = self.key_GTHK.shape

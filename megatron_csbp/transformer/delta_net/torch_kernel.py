@@ -55,7 +55,7 @@ class TorchDeltaRule:
         arriving_NEKV, written_NECV, last_EKV = _run(tiles, state_GHKV.flatten(0, 1), _tile_keeps(tiles, rows, keeps))
         out_GTHV = _out(tiles, arriving_NEKV, written_NECV, rows, block_length)
         starts_JEKV = arriving_NEKV[:: _tiles_of(block_length)]
-        starts_GJHKV = starts_JEKV.unflatten(1, state_GHKV.shape[:2]).transpose(0, 1)
+        starts_GJHKV = torch.unflatten(starts_JEKV, 1, state_GHKV.shape[:2]).transpose(0, 1)
         return out_GTHV, starts_GJHKV, last_EKV.view_as(state_GHKV)
 
     def blocks(self, rows: DeltaRows, state_GHKV: Tensor) -> Tensor:
@@ -81,11 +81,11 @@ def _tiled(tensor_GTHD: Tensor, block_length: int, dtype: torch.dtype) -> Tensor
     """Return rows as tiles [N, E, C, D] of `dtype`; the last rows of a block's last tile may be padding, 0."""
     tiles = _tiles_of(block_length)
     length = -(-block_length // tiles)
-    blocks_GJMHD = tensor_GTHD.to(dtype).unflatten(1, (-1, block_length))
+    blocks_GJMHD = torch.unflatten(tensor_GTHD.to(dtype), 1, (-1, block_length))
     padding = tiles * length - block_length
     if padding:
         blocks_GJMHD = F.pad(blocks_GJMHD, (0, 0, 0, 0, 0, padding))
-    tiles_GNCHD = blocks_GJMHD.flatten(1, 2).unflatten(1, (-1, length))
+    tiles_GNCHD = torch.unflatten(blocks_GJMHD.flatten(1, 2), 1, (-1, length))
     return tiles_GNCHD.permute(1, 0, 3, 2, 4).flatten(1, 2).contiguous()
 
 
@@ -94,16 +94,14 @@ def _tiles(rows: DeltaRows, block_length: int) -> _Tiles:
     dtype = state_dtype(rows.value_GTHV.dtype)
     vectors = (rows.query_GTHK, rows.key_GTHK, rows.value_GTHV)
     query_NECK, key_NECK, value_NECV = (_tiled(tensor, block_length, dtype) for tensor in vectors)
-    log_decay_NEC, beta_NEC = (
-        _tiled(tensor[..., None], block_length, dtype).squeeze(-1) for tensor in (rows.log_decay_GTH, rows.beta_GTH)
-    )
-    since_NEC = log_decay_NEC.cumsum(-1)
+    # In fp64: the gradient of a row's decay is a sum in which all pairs of rows behind it cancel.
+    since_NEC = _tiled(rows.log_decay_GTH[..., None], block_length, torch.float64).squeeze(-1).cumsum(-1)
+    beta_NEC1 = _tiled(rows.beta_GTH[..., None], block_length, dtype)
     length = since_NEC.shape[-1]
     later = torch.ones(length, length, dtype=torch.bool, device=since_NEC.device).triu(1)
     # Masked before exp: the decay between a row and a later one would be a growth, which may overflow.
-    decay_NECC = (since_NEC[..., :, None] - since_NEC[..., None, :]).masked_fill(later, -torch.inf).exp()
-    decay_NEC1 = since_NEC.exp()[..., None]
-    beta_NEC1 = beta_NEC[..., None]
+    decay_NECC = (since_NEC[..., :, None] - since_NEC[..., None, :]).masked_fill(later, -torch.inf).exp().to(dtype)
+    decay_NEC1 = since_NEC.exp().to(dtype)[..., None]
     key_T_NEKC = key_NECK.transpose(-1, -2)
     mutual_NECC = (key_NECK @ key_T_NEKC) * decay_NECC * beta_NEC1
     query_NECK = query_NECK * rows.scale
@@ -114,12 +112,12 @@ def _tiles(rows: DeltaRows, block_length: int) -> _Tiles:
         upper=False,
         unitriangular=True,
     )
-    write_NECV, erase_NECK = solved.split([value_NECV.shape[-1], key_NECK.shape[-1]], -1)
+    write_NECV, erase_NECK = torch.split(solved, [value_NECV.shape[-1], key_NECK.shape[-1]], -1)
     return _Tiles(
         write_NECV=write_NECV,
         erase_NECK=erase_NECK,
-        key_NECK=key_NECK * (since_NEC[..., -1:] - since_NEC).exp()[..., None],
-        decay_NE=since_NEC[..., -1].exp(),
+        key_NECK=key_NECK * (since_NEC[..., -1:] - since_NEC).exp().to(dtype)[..., None],
+        decay_NE=since_NEC[..., -1].exp().to(dtype),
         query_NECK=query_NECK * decay_NEC1,
         score_NECC=(query_NECK @ key_T_NEKC) * decay_NECC,
     )
@@ -168,7 +166,7 @@ def _out(tiles: _Tiles, state_NEKV: Tensor, written_NECV: Tensor, rows: DeltaRow
     sequences, length, heads, value_dim = rows.value_GTHV.shape
     blocks = length // block_length
     out_GJMHV = (
-        out_NECV.unflatten(1, (sequences, heads))
+        torch.unflatten(out_NECV, 1, (sequences, heads))
         .permute(1, 0, 3, 2, 4)
         .reshape(sequences, blocks, -1, heads, value_dim)[:, :, :block_length]
     )
