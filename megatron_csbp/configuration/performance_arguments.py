@@ -155,6 +155,18 @@ def recomputes_attention(args: Namespace) -> bool:
     return args.recompute_granularity is not None
 
 
+def recomputes_layer(args: Namespace, index: int) -> bool:
+    """Return whether a whole layer runs again in the backward pass.
+
+    Args:
+        args: validated arguments.
+        index: number of the layer among those of its pipeline stage (or part of one), from 0.
+    """
+    if args.recompute_granularity != "full":
+        return False
+    return args.recompute_method == "uniform" or index < args.recompute_num_layers
+
+
 def local_key_value_heads(args: Namespace) -> int:
     """Return K, the key/value heads on a tensor-parallel rank."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads

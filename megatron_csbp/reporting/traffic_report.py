@@ -82,7 +82,12 @@ class TrafficReport:
         self._iteration = 0
 
     def expect_micro_batch(
-        self, layers: Sequence[tuple[int, AttentionPlan]], args: Namespace, *, training: bool
+        self,
+        layers: Sequence[tuple[int, AttentionPlan]],
+        args: Namespace,
+        *,
+        training: bool,
+        others: Sequence[Volumes] = (),
     ) -> None:
         """Enter what a stage has to exchange for the micro-batch that it is about to run.
 
@@ -90,6 +95,7 @@ class TrafficReport:
             layers: number and plan of each attention layer.
             args: Megatron's validated arguments.
             training: whether a backward pass follows.
+            others: what each layer without attention has to exchange.
         """
         # Validation has begun or is over; a training iteration has been written by then.
         if training != self._training:
@@ -98,8 +104,9 @@ class TrafficReport:
         # With --skip-train there is no current iteration.
         self._iteration = getattr(args, "curr_iteration", args.iteration - 1) + 1
         self._forward_steps += 1
-        for layer, plan in layers:
-            for transfer, volume in closed_form(args, plan, layer, training=training).items():
+        forms = [closed_form(args, plan, layer, training=training) for layer, plan in layers]
+        for form in (*forms, *others):
+            for transfer, volume in form.items():
                 self._expected.add(transfer, volume)
 
     def end_iteration(self, iteration: int) -> None:
@@ -143,7 +150,7 @@ class TrafficReport:
         layers = len({transfer.layer for transfer in self._expected.volumes})
         lines.append(
             "  closed form: (P-1)/P x L x 2 x K x D x itemsize x micro-batch size for each gather or reduce-scatter "
-            f"of one copy's heads; {layers} exchanging layers on this rank"
+            f"of one copy's heads, for delta nets see docs/design.md; {layers} exchanging layers on this rank"
         )
         verdict = "agree exactly" if self.agrees else "DISAGREE"
         lines.append(f"  measured and closed form {verdict}, byte for byte in every layer")

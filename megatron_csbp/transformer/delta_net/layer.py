@@ -22,8 +22,9 @@ from megatron_csbp.transformer.delta_net.heads_exchange import HeadsExchange
 from megatron_csbp.transformer.delta_net.kernels import select_delta_kernel
 from megatron_csbp.transformer.delta_net.plan import DeltaNetPlan
 from megatron_csbp.transformer.delta_net.rows import state_dtype
+from megatron_csbp.transformer.delta_net.traffic import DeltaNetSizes, layer_volumes
 from megatron_csbp.transformer.layout import Scheme, SequenceLayout
-from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger
+from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, Volumes
 from megatron_csbp.transformer.wait_clock import WaitClock
 
 
@@ -94,6 +95,28 @@ class BlockDiffusionGatedDeltaNet(GatedDeltaNet):
                 exchange.ledger = None if ledger is None else LayerLedger(ledger, self.layer_number)
         if self._exchange is not None:
             self._exchange.clock = clock
+
+    def expected_volumes(self, micro_batch_size: int, *, training: bool, recomputed: bool) -> Volumes:
+        """Return the closed form of what the layer exchanges for one micro-batch.
+
+        Args:
+            micro_batch_size: sequences.
+            training: whether a backward pass follows.
+            recomputed: whether the forward pass is repeated in it.
+        """
+        dtype = self.config.params_dtype
+        sizes = DeltaNetSizes(
+            key_heads=self.num_k_heads_local_tp,
+            value_heads=self.num_v_heads_local_tp,
+            key_dim=self.key_head_dim,
+            value_dim=self.value_head_dim,
+            look_back=self.conv_kernel_dim - 1,
+            row_itemsize=dtype.itemsize,
+            state_itemsize=state_dtype(dtype).itemsize,
+        )
+        return layer_volumes(
+            self.layer_number, self.layout, sizes, micro_batch_size, training=training, recomputed=recomputed
+        )
 
     @property
     def heads(self) -> DeltaHeads:

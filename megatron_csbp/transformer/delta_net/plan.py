@@ -163,17 +163,3 @@ class DeltaNetPlan:
         cuts = [chunk.start, *(start for start in chunk.document_starts if start > chunk.start), chunk.stop]
         for start, stop in pairwise(cuts):
             yield start, stop - start
-
-
-def remote_bytes_of_maps(group_size: int, heads: int, key_dim: int, value_dim: int, itemsize: int = 4) -> int:
-    """Return the bytes that other ranks send to one for the affine maps of a layer, for one sequence, in one pass.
-
-    Each of the 2P chunks has, for every head, a matrix of K x K and one of K x V. The pass back sends as much: K x K
-    again, and the gradient of the states, K x V.
-    """
-    return 2 * (group_size - 1) * heads * key_dim * (key_dim + value_dim) * itemsize
-
-
-def remote_bytes_of_halo(group_size: int, channels: int, taps: int = 4, itemsize: int = 2) -> int:
-    """Return the bytes that other ranks send to one for the short convolution, for one sequence, in one pass."""
-    return 2 * (group_size - 1) * (taps - 1) * channels * itemsize
