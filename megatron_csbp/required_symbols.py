@@ -155,6 +155,13 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "config use_transformer_engine normalization qk_l2_norm",
         "gated delta nets with the local spec",
     ),
+    ("megatron.core.transformer.transformer_block.TransformerBlockSubmodules", "", "gated delta nets, local spec"),
+    ("megatron.core.transformer.enums.LayerType.decoder", "", "gated delta nets, local spec"),
+    (
+        "megatron.core.transformer.transformer_layer.get_transformer_layer_offset",
+        "config vp_stage pp_rank",
+        "gated delta nets with the local spec",
+    ),
     (
         "megatron.core.transformer.transformer_block.get_num_layers_to_build",
         "config vp_stage pp_rank",

@@ -103,11 +103,11 @@ TOPOLOGIES = {
     "gated delta nets, pure bp2": Topology("hybrid", 2, BP2),
     "gated delta nets, cp2": Topology("hybrid", 2, CP2),
     "gated delta nets, tp2 x csbp2, sequence parallel": Topology("hybrid", 4, [*TP2, SP, *CSBP2]),
-    "gated delta nets, pp2 x csbp2": Topology("hybrid", 4, [*PP2, *CSBP2]),
-    "gated delta nets, csbp2, contiguous, full recompute": Topology(
+    "gated delta nets, pp2 x csbp2, contiguous, full recompute": Topology(
         "hybrid",
-        2,
+        4,
         [
+            *PP2,
             *CSBP2,
             *words("--block-assignment contiguous"),
             *words("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),

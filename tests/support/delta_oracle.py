@@ -156,12 +156,16 @@ class DeltaCase:
 def sequential(case: DeltaCase, problem: DeltaProblem, heads: DeltaHeads = HEADS) -> DeltaResult:
     """Run the recurrence row by row over clean[:start] ++ corrupted block, for every block of every view."""
     inputs = [tensor.clone().requires_grad_() for tensor in problem.inputs]
-    qkv, log_decay, beta, weight, bias = inputs
+    out = recurrence(case, tuple(inputs), heads)
+    return DeltaResult(out.detach(), list(torch.autograd.grad(out, inputs, problem.grad_out)))
+
+
+def recurrence(case: DeltaCase, inputs: tuple[Tensor, ...], heads: DeltaHeads) -> Tensor:
+    """Return the outputs [1 + views, L, B, H, V], with their graph; inputs as in `DeltaProblem`."""
     outs: list[list[Tensor]] = [[] for _ in range(1 + case.views)]
     for document, end in pairwise([*case.documents, case.length]):
-        _run_document(case, document, end, (qkv, log_decay, beta, weight, bias), heads, outs)
-    out = torch.stack([torch.cat(rows) for rows in outs])
-    return DeltaResult(out.detach(), list(torch.autograd.grad(out, inputs, problem.grad_out)))
+        _run_document(case, document, end, inputs, heads, outs)
+    return torch.stack([torch.cat(rows) for rows in outs])
 
 
 def _run_document(
