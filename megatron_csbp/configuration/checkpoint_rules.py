@@ -36,6 +36,15 @@ _MODEL = (
     "add_bias_linear",
     "untie_embeddings_and_output_weights",
     "num_experts",
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+    "attention_output_gate",
+    "apply_layernorm_1p",
 )
 _OPTIMIZER = ("bf16", "fp16", "use_distributed_optimizer", "lr", "min_lr")
 _FLAGS = {"clean_seq_length": "--seq-length", "add_bias_linear": "--disable-bias-linear"}

@@ -7,8 +7,10 @@ from itertools import product
 import pytest
 import torch
 
+from megatron_csbp.reporting.memory_meter import SavedActivations
+from megatron_csbp.transformer.delta_net.delta_rule import DeltaHeads
 from megatron_csbp.transformer.layout import BlockAssignment, Scheme
-from tests.support.delta_oracle import DeltaCase, run_on_group, sequential
+from tests.support.delta_oracle import DeltaCase, run_on_group, run_on_rank, sequential
 from tests.support.simulated_group import SimulatedCollectives
 
 TOLERANCE = 1e-11
@@ -22,7 +24,7 @@ CASES = [
     ),
     *(DeltaCase(group_size=p, block_size=32, blocks_per_chunk=n) for p, n in ((1, 8), (2, 3), (4, 1))),
     *(DeltaCase(group_size=p, block_size=48, blocks_per_chunk=n) for p, n in ((1, 3), (2, 1), (4, 1))),
-    DeltaCase(group_size=1, block_size=130, blocks_per_chunk=2),
+    DeltaCase(group_size=1, block_size=130, blocks_per_chunk=1),
     DeltaCase(group_size=2, block_size=4, blocks_per_chunk=3, batch=3),
     DeltaCase(group_size=2, block_size=1, blocks_per_chunk=2, views=2),
     *(DeltaCase(group_size=p, views=2, blocks_per_chunk=n) for p, n in ((1, 8), (2, 3), (4, 3))),
@@ -69,7 +71,7 @@ def test_nothing_leaks(simulated_collectives: SimulatedCollectives) -> None:
     case = DeltaCase(group_size=2, views=2, document_blocks=(0, 5))
     problem, blocks = case.problem(), case.length // case.block_size
     before = run_on_group(case, problem).out
-    for copy, block in product(range(3), range(blocks)):
+    for copy, block in product(range(3), (0, 4, 5, blocks - 1)):
         changed = replace(problem, qkv=problem.qkv.clone())
         changed.qkv[copy, block * case.block_size : (block + 1) * case.block_size] += 1
         differs = run_on_group(case, changed).out != before
@@ -82,3 +84,20 @@ def test_nothing_leaks(simulated_collectives: SimulatedCollectives) -> None:
         else:
             expected[copy, block] = True
         assert torch.equal(seen, expected), (copy, block)
+
+
+def test_states_that_backward_computes_again_are_not_kept(simulated_collectives: SimulatedCollectives) -> None:
+    """Saved for backward: the states of all tiles, or those at the starts of segments."""
+    heads = DeltaHeads(key_heads=1, value_heads=1, key_dim=48, value_dim=48)
+    case = DeltaCase(group_size=1, block_size=2, blocks_per_chunk=24)
+    state_bytes = 48 * 48 * 8
+
+    def saved(bound: int) -> int:
+        kept = SavedActivations()
+        with kept:
+            run_on_rank(replace(case, state_bytes=bound), case.problem(heads=heads), 0, None, heads=heads)
+        return kept.total_bytes
+
+    assert saved(2**30) > 24 * state_bytes
+    # Segments of four blocks, with a bound of four states in fp32: the states at six starts.
+    assert saved(4 * 48 * 48 * 4) < 12 * state_bytes

@@ -24,7 +24,6 @@ CASES = {
     for case in [
         DeltaCase(group_size=2, blocks_per_chunk=8, batch=2),
         DeltaCase(group_size=4, views=2),
-        DeltaCase(group_size=4, block_size=32, blocks_per_chunk=1),
         DeltaCase(group_size=4, block_size=48, blocks_per_chunk=1, slow_decay=False),
         DeltaCase(group_size=4, block_size=1, blocks_per_chunk=2),
         DeltaCase(group_size=4, document_blocks=(0, 1, 5, 9, 12, 19), assignment=BlockAssignment.CONTIGUOUS),
