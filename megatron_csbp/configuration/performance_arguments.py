@@ -164,7 +164,7 @@ def recomputes_layer(args: Namespace, index: int) -> bool:
     """
     if args.recompute_granularity != "full":
         return False
-    return args.recompute_method == "uniform" or index < args.recompute_num_layers
+    return bool(args.recompute_method == "uniform" or index < args.recompute_num_layers)
 
 
 def local_key_value_heads(args: Namespace) -> int:

@@ -26,7 +26,7 @@ from megatron_csbp.transformer.delta_net.convolution import (
     with_rows_before,
 )
 from megatron_csbp.transformer.delta_net.exchange import ChunkExchange, incoming_states
-from megatron_csbp.transformer.delta_net.pieces import BlockBatch, Pieces
+from megatron_csbp.transformer.delta_net.pieces import BlockBatch, Pieces, pieces_of
 from megatron_csbp.transformer.delta_net.plan import DeltaNetPlan
 from megatron_csbp.transformer.delta_net.rows import DeltaRows, DeltaRuleKernel, identity_maps, state_dtype
 
@@ -108,7 +108,7 @@ def block_diffusion_delta_rule(
     """
     plan, batch = context.plan, qkv_SBX.shape[1]
     assert qkv_SBX.shape[0] == plan.num_rows, f"the plan has {plan.num_rows} rows, not {qkv_SBX.shape[0]}"
-    pieces = Pieces(plan, _segment_steps(context, heads, batch))
+    pieces = pieces_of(plan, _segment_steps(context, heads, batch))
     (clean, *gates), (blocks, *block_gates) = zip(
         *(pieces.split(tensor) for tensor in (qkv_SBX, log_decay_SBH, beta_SBH)), strict=True
     )

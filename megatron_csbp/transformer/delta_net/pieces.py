@@ -6,7 +6,8 @@ Shapes: S local rows, c clean chunks of C rows, n corrupted blocks of M rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -75,22 +76,22 @@ class Pieces:
     @cached_property
     def in_row_order(self) -> tuple[Piece, ...]:
         """All pieces, in row order; together they are all local rows."""
-        pieces: list[Piece] = []
         spans: list[CleanChunk | CorruptedBlock] = sorted(
             [*self.plan.chunks, *self.plan.blocks], key=lambda span: span.first_row
         )
-        for span in spans:
-            if isinstance(span, CleanChunk):
-                pieces.append(Piece(span.first_row, span.length, self.plan.chunks.index(span)))
-                continue
-            segment = self.plan.step_of(span) // self.segment_steps
-            last = pieces[-1] if pieces else None
-            if last is not None and last.blocks and (last.segment, last.blocks[0].length) == (segment, span.length):
-                length = last.length + span.length
-                pieces[-1] = Piece(last.first_row, length, None, (*last.blocks, span), segment)
-            else:
-                pieces.append(Piece(span.first_row, span.length, None, (span,), segment))
+        pieces = []
+        for (chunk, segment, _), run in groupby(spans, self._kind):
+            of_piece = list(run)
+            length = sum(span.length for span in of_piece)
+            blocks = tuple(span for span in of_piece if isinstance(span, CorruptedBlock))
+            pieces.append(Piece(of_piece[0].first_row, length, chunk, blocks, segment))
         return tuple(pieces)
+
+    def _kind(self, span: CleanChunk | CorruptedBlock) -> tuple[int | None, int, int]:
+        """Return what consecutive spans of one piece have in common: chunk, segment, length of a block."""
+        if isinstance(span, CleanChunk):
+            return self.plan.chunks.index(span), 0, 0
+        return None, self.plan.step_of(span) // self.segment_steps, span.length
 
     @cached_property
     def chunk_pieces(self) -> tuple[int, ...]:
@@ -133,3 +134,9 @@ class Pieces:
             for index, rows in zip(batch.pieces, torch.split(rows_nM, counts), strict=True):
                 parts[index] = rows.flatten(0, 1)
         return torch.cat(parts)
+
+
+@lru_cache(maxsize=256)
+def pieces_of(plan: DeltaNetPlan, segment_steps: int) -> Pieces:
+    """Return how a plan's rows are cut; each plan is cut once."""
+    return Pieces(plan, segment_steps)

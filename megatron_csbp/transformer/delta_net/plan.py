@@ -53,9 +53,9 @@ class CorruptedBlock:
     view: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DeltaNetPlan:
-    """What one rank of a context group holds.
+    """What one rank of a context group holds. Plans are equal if they are the same object, so hashing one is cheap.
 
     Attributes:
         num_rows: S, local rows.
