@@ -12,13 +12,15 @@ from megatron_csbp import megatron_compat
 from megatron_csbp.arguments import is_block_diffusion, sequence_layout
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import latest_iteration
-from megatron_csbp.configuration.performance_arguments import local_key_value_heads, unit_bytes
+from megatron_csbp.configuration.performance_arguments import local_key_value_heads, recomputes_layer, unit_bytes
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.reporting.model_flops import ModelFlops
 from megatron_csbp.transformer.attention_plan import AttentionPlan, CleanAttention
+from megatron_csbp.transformer.delta_net.kernels import select_delta_kernel
+from megatron_csbp.transformer.delta_net.traffic import DeltaNetSizes, layer_volumes
 from megatron_csbp.transformer.kernels import AttentionKernel, HeadShape, checked_kernel
-from megatron_csbp.transformer.layout import Stream
-from megatron_csbp.transformer.traffic_ledger import Collective
+from megatron_csbp.transformer.layout import SequenceLayout, Stream
+from megatron_csbp.transformer.traffic_ledger import Collective, total
 
 _MAX_RANKS_SHOWN = 8
 
@@ -86,6 +88,8 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
         lines.append(f"    ... and so on ({layout.assignment})")
     lines.append(_traffic_line(args, plan))
     lines.append(_exchange_line(args))
+    if getattr(args, "experimental_attention_variant", None) == "gated_delta_net":
+        lines.append(_delta_net_line(args, runtime, layout))
     lines.append(_last_layer_line(args))
     lines.append(_flops_line(args))
     if args.hidden_dropout:
@@ -123,6 +127,31 @@ def _exchange_line(args: Namespace) -> str:
     return (
         f"  exchange: {local_key_value_heads(args)} key/value heads of a rank in {args.csbp_head_groups} group(s), "
         f"gradients in {dtype}; loss: at most {args.csbp_loss_chunk_rows or 'all'} rows of logits at a time"
+    )
+
+
+def _delta_net_line(args: Namespace, runtime: RuntimeInfo, layout: SequenceLayout) -> str:
+    """Say how delta nets run, and refuse kernels that are not there."""
+    kernel = select_delta_kernel(
+        args.csbp_delta_net_backend,
+        torch.device("cpu" if runtime.device == "cpu" else "cuda"),
+        args.deterministic_mode,
+    )
+    sizes = DeltaNetSizes(
+        key_heads=args.linear_num_key_heads // args.tensor_model_parallel_size,
+        value_heads=args.linear_num_value_heads // args.tensor_model_parallel_size,
+        key_dim=args.linear_key_head_dim,
+        value_dim=args.linear_value_head_dim,
+        look_back=args.linear_conv_kernel_dim - 1,
+        row_itemsize=args.params_dtype.itemsize,
+    )
+    recomputed = recomputes_layer(args, 0)
+    volumes = layer_volumes(1, layout, sizes, args.micro_batch_size, training=True, recomputed=recomputed)
+    mebibytes = total(volumes.values()).remote_bytes / 2**20
+    return (
+        f"  gated delta nets: {kernel.name} (--csbp-delta-net-backend {args.csbp_delta_net_backend}); "
+        f"{mebibytes:.2f} MiB from other ranks per layer, rank and micro-batch; at most "
+        f"{args.csbp_delta_net_state_mib} MiB of states alive at a time"
     )
 
 

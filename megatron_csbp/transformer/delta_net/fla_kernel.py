@@ -21,9 +21,6 @@ from torch import Tensor
 
 from megatron_csbp.transformer.delta_net.rows import DeltaRows, Keeps, identity_maps
 
-LARGEST_KEY_DIM = 256
-"""What fla's kernels hold."""
-
 
 @cache
 def fla_version() -> str | None:
@@ -50,6 +47,11 @@ def chunk_gated_delta_rule() -> Callable[..., Any]:
 
 class FlaDeltaRule:
     """See `DeltaRuleKernel`. Takes bf16, fp16 or fp32 rows; states and gates are in fp32."""
+
+    @property
+    def name(self) -> str:
+        """See `DeltaRuleKernel.name`."""
+        return f"fla-core {fla_version()}"
 
     def state_bytes_of_block(self, block_length: int, key_dim: int, value_dim: int) -> int:
         """See `DeltaRuleKernel.state_bytes_of_block`: a state, a map, and the identity that the map starts from."""

@@ -68,6 +68,11 @@ class DeltaRuleKernel(Protocol):
     are whole blocks.
     """
 
+    @property
+    def name(self) -> str:
+        """What it is, for the start summary."""
+        ...
+
     def state_bytes_of_block(self, block_length: int, key_dim: int, value_dim: int) -> int:
         """Return the bytes of states that `clean` has alive for a block and head."""
         ...

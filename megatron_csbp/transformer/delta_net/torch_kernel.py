@@ -43,6 +43,11 @@ class _Tiles:
 class TorchDeltaRule:
     """See `DeltaRuleKernel`. Computes in fp32, or in fp64 for fp64 rows."""
 
+    @property
+    def name(self) -> str:
+        """See `DeltaRuleKernel.name`."""
+        return "torch"
+
     def state_bytes_of_block(self, block_length: int, key_dim: int, value_dim: int) -> int:
         """See `DeltaRuleKernel.state_bytes_of_block`: every tile has a state, counted as fp32."""
         return _tiles_of(block_length) * key_dim * value_dim * 4
