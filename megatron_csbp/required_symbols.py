@@ -199,7 +199,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "gated delta nets with the local spec",
     ),
     ("megatron.core.transformer.transformer_block.TransformerBlockSubmodules", "", "gated delta nets, local spec"),
-    ("megatron.core.transformer.enums.LayerType.decoder", "", "gated delta nets, local spec"),
+    ("megatron.core.transformer.enums.LayerType", "", "gated delta nets, local spec"),
     (
         "megatron.core.transformer.transformer_layer.get_transformer_layer_offset",
         "config vp_stage pp_rank",

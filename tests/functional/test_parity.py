@@ -118,7 +118,6 @@ TOPOLOGIES = {
     "interleaved pp2, documents": Topology("documents", 2, INTERLEAVED),
     "tp2 x csbp2, sequence parallel, documents": Topology("documents", 4, [*TP2, SP, *CSBP2]),
     "gated delta nets, csbp4": Topology("hybrid", 4, CSBP4),
-    "gated delta nets, pure bp2": Topology("hybrid", 2, BP2),
     "gated delta nets, cp2": Topology("hybrid", 2, CP2),
     "gated delta nets, tp2 x csbp2, sequence parallel": Topology("hybrid", 4, [*TP2, SP, *CSBP2]),
     "gated delta nets, pp2 x csbp2, contiguous, full recompute": Topology(

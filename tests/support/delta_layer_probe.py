@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_csbp.transformer.delta_net.delta_rule import DeltaHeads
 from tests.support.delta_oracle import DeltaCase, recurrence
 
 
@@ -83,7 +84,10 @@ def _oracle(layer: Any, case: DeltaCase, hidden: Tensor, grad_out: Tensor) -> di
     log_decay = -named["A_log"].exp() * torch.log1p((alpha + named["dt_bias"]).exp())
     weight = named["conv1d.weight"][:, 0]
     bias = weight.new_zeros(weight.shape[0])
-    mixed = recurrence(case, (torch.cat(qkv, -1), log_decay, beta.sigmoid(), weight, bias), layer.heads)
+    heads = DeltaHeads(
+        layer.num_k_heads_local_tp, layer.num_v_heads_local_tp, layer.key_head_dim, layer.value_head_dim
+    )
+    mixed = recurrence(case, (torch.cat(qkv, -1), log_decay, beta.sigmoid(), weight, bias), heads)
     normed = mixed / (mixed.square().mean(-1, keepdim=True) + layer.config.layernorm_epsilon).sqrt()
     gated = (normed * (1 + named["out_norm.weight"])).flatten(-2) * F.silu(gate)
     out = gated @ named["out_proj.weight"].T

@@ -64,7 +64,7 @@ class FlaDeltaRule:
         blocks = _as_sequences(rows, block_length)
         starts_GJHKV, last_GHKV = _compose(_maps(blocks), state_GHKV, keeps)
         out, _ = _run(blocks, starts_GJHKV.flatten(0, 1))
-        return out.view_as(rows.value_GTHV), starts_GJHKV, last_GHKV
+        return out.reshape(rows.value_GTHV.shape), starts_GJHKV, last_GHKV
 
     def blocks(self, rows: DeltaRows, state_GHKV: Tensor) -> Tensor:
         """See `DeltaRuleKernel.blocks`."""

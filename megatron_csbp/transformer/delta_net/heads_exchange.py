@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_csbp import megatron_compat
+from megatron_csbp import megatron_delta_net
 from megatron_csbp.transformer.communication import runs_in_backward
 from megatron_csbp.transformer.delta_net.from_rows import whole_sequence
 from megatron_csbp.transformer.geometry.rows import RankRows
@@ -49,13 +49,13 @@ class HeadsExchange:
 
     def all_rows(self, features_SBF: Tensor) -> Tensor:
         """Return all rows of both copies in the order of the plan, with this rank's share of the features."""
-        mixed = megatron_compat.heads_from_rows(features_SBF, self._sections, self._group)
+        mixed = megatron_delta_net.heads_from_rows(features_SBF, self._sections, self._group)
         self._enter(mixed)
         return mixed[self._order.to(mixed.device)]
 
     def own_rows(self, features_SBF: Tensor) -> Tensor:
         """Return this rank's rows with all features, given all rows with its share of them."""
-        own = megatron_compat.rows_from_heads(features_SBF[self._inverse.to(features_SBF.device)], self._group)
+        own = megatron_delta_net.rows_from_heads(features_SBF[self._inverse.to(features_SBF.device)], self._group)
         self._enter(own)
         return own
 
@@ -64,12 +64,12 @@ class HeadsExchange:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the convolution's weight and bias for this rank's share of the heads."""
         weight, bias = weights
-        share = megatron_compat.share_of_heads
+        share = megatron_delta_net.share_of_heads
         return share(weight, self._group, sections), None if bias is None else share(bias, self._group, sections)
 
     def share_of_heads(self, weights: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return parameters that have an entry for each head, for this rank's share of them."""
-        first, second = (megatron_compat.share_of_heads(weight, self._group) for weight in weights)
+        first, second = (megatron_delta_net.share_of_heads(weight, self._group) for weight in weights)
         return first, second
 
     def _enter(self, received: Tensor) -> None:

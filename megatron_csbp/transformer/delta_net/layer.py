@@ -12,7 +12,7 @@ import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor
 
-from megatron_csbp import megatron_compat
+from megatron_csbp import megatron_delta_net
 from megatron_csbp.transformer.core_attention import BlockDiffusionSettings
 from megatron_csbp.transformer.delta_net.convolution import ShortConvolution
 from megatron_csbp.transformer.delta_net.delta_rule import DeltaHeads, DeltaNetContext, block_diffusion_delta_rule
@@ -50,7 +50,7 @@ class BlockDiffusionGatedDeltaNet(GatedDeltaNet):
             ValueError: heads or activation that the layer does not have, or no kernel for this device.
         """
         self._settings = settings
-        with megatron_compat.gated_delta_net_without_fla():
+        with megatron_delta_net.gated_delta_net_without_fla():
             super().__init__(*args, **kwargs)
         if self.act_fn is not torch.nn.functional.silu:
             raise ValueError(

@@ -12,7 +12,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_csbp import megatron_compat
+from megatron_csbp import megatron_delta_net
 from megatron_csbp.transformer.core_attention import BlockDiffusionSettings, CSBPCoreAttention
 from megatron_csbp.transformer.delta_net.layer import BlockDiffusionGatedDeltaNet
 
@@ -58,12 +58,12 @@ def local_hybrid_spec(config: Any, vp_stage: int | None, pipeline_rank: int) -> 
     """
     dense = copy.copy(config)
     dense.experimental_attention_variant = None
-    block = megatron_compat.local_block_of_all_layers(dense)
-    pattern = megatron_compat.delta_net_pattern(config)
+    block = megatron_delta_net.local_block_of_all_layers(dense)
+    pattern = megatron_delta_net.delta_net_pattern(config)
     for layer, has_delta_net in enumerate(pattern):
         if has_delta_net:
             block.layer_specs[layer] = _delta_net_layer(block.layer_specs[layer])
-    here = megatron_compat.layers_of_stage(config, vp_stage, pipeline_rank)
+    here = megatron_delta_net.layers_of_stage(config, vp_stage, pipeline_rank)
     block.layer_specs = [block.layer_specs[layer] for layer in here]
     return block
 

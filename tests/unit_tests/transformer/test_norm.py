@@ -43,7 +43,7 @@ def test_a_zero_centred_weight_is_the_plain_weight_less_one(normalization: str) 
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             parameter.add_(torch.randn(8))
-            centred.get_parameter(name).copy_(parameter - (name == "weight"))
+            centred.get_parameter(name).copy_(parameter - float(name == "weight"))
     x = torch.randn(3, 8)
     torch.testing.assert_close(centred(x), plain(x))
 

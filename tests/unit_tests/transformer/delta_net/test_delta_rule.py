@@ -60,7 +60,7 @@ def test_outputs_and_all_gradients_equal_the_recurrence(
 def test_segments_that_are_computed_again_change_nothing(
     state_bytes: int, simulated_collectives: SimulatedCollectives
 ) -> None:
-    case = DeltaCase(group_size=2, blocks_per_chunk=5, views=2, document_blocks=(0, 3, 7, 12))
+    case = DeltaCase(group_size=2, blocks_per_chunk=3, views=2, document_blocks=(0, 2, 5))
     problem = case.problem()
     whole = run_on_group(case, problem)
     segmented = run_on_group(replace(case, state_bytes=state_bytes), problem)
@@ -98,7 +98,7 @@ def test_nothing_leaks(simulated_collectives: SimulatedCollectives) -> None:
 
 
 def test_states_that_backward_computes_again_are_not_kept(simulated_collectives: SimulatedCollectives) -> None:
-    """Saved for backward: the states of all tiles, or those at the starts of segments."""
+    """Besides rows, forward saves the states of all blocks, or only those at the starts of segments."""
     heads = DeltaHeads(key_heads=1, value_heads=1, key_dim=48, value_dim=48)
     case = DeltaCase(group_size=1, block_size=2, blocks_per_chunk=24)
     state_bytes = 48 * 48 * 8
@@ -109,6 +109,5 @@ def test_states_that_backward_computes_again_are_not_kept(simulated_collectives:
             run_on_rank(replace(case, state_bytes=bound), case.problem(heads=heads), 0, None, heads=heads)
         return kept.total_bytes
 
-    assert saved(2**30) > 24 * state_bytes
-    # Segments of four blocks, with a bound of four states in fp32: the states at six starts.
-    assert saved(4 * 48 * 48 * 4) < 12 * state_bytes
+    # Segments of four blocks, with a bound of four states in fp32: of 24 states, those at six starts are left.
+    assert saved(2**30) - saved(4 * 48 * 48 * 4) > 24 * state_bytes

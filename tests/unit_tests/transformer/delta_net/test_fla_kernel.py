@@ -19,7 +19,7 @@ from tests.support.simulated_group import SimulatedCollectives
 CASES = [
     DeltaCase(group_size=1, blocks_per_chunk=3),
     DeltaCase(group_size=4, views=2, batch=2, document_blocks=(0, 1, 5, 9, 12, 19)),
-    DeltaCase(group_size=2, block_size=48, slow_decay=False, state_bytes=1),
+    DeltaCase(group_size=2, block_size=20, blocks_per_chunk=2, slow_decay=False, state_bytes=1),
 ]
 
 
