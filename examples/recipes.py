@@ -171,28 +171,7 @@ parallelism:
   recompute-method: uniform
   recompute-num-layers: 1
 
-# A starting point, not a tuned recipe.
-training:
-  bf16: true
-  micro-batch-size: 1
-  global-batch-size: {recipe.sequences}
-  train-iters: {2500 if model.is_qwen else 2000}
-  lr: {"2.0e-5" if model.is_qwen else "1.0e-5"}
-  min-lr: {"2.0e-6" if model.is_qwen else "1.0e-6"}
-  lr-decay-style: cosine
-  lr-warmup-iters: 100
-  weight-decay: 0.1
-  adam-beta2: 0.95
-  clip-grad: 1.0
-  # Without --finetune and with a checkpoint of its own, a run resumes: it keeps this seed.
-  seed: 1234
-
-log:
-  log-interval: 10
-  eval-interval: 500
-  eval-iters: 8
-  save-interval: 500
-"""
+{_training(recipe)}"""
 
 
 def _family(recipe: Recipe) -> str:
@@ -219,6 +198,33 @@ def _family(recipe: Recipe) -> str:
 def _tokenizer(model: Model) -> str:
     rows = 151_936 if model.is_qwen else 131_072
     return f"tokenizer:\n  tokenizer-type: HuggingFaceTokenizer\n  padded-vocab-size: {rows}"
+
+
+def _training(recipe: Recipe) -> str:
+    model = recipe.model
+    return f"""\
+# A starting point, not a tuned recipe.
+training:
+  bf16: true
+  micro-batch-size: 1
+  global-batch-size: {recipe.sequences}
+  train-iters: {2500 if model.is_qwen else 2000}
+  lr: {"2.0e-5" if model.is_qwen else "1.0e-5"}
+  min-lr: {"2.0e-6" if model.is_qwen else "1.0e-6"}
+  lr-decay-style: cosine
+  lr-warmup-iters: 100
+  weight-decay: 0.1
+  adam-beta2: 0.95
+  clip-grad: 1.0
+  # Without --finetune and with a checkpoint of its own, a run resumes: it keeps this seed.
+  seed: 1234
+
+log:
+  log-interval: 10
+  eval-interval: 500
+  eval-iters: 8
+  save-interval: 500
+"""
 
 
 def _objective(model: Model) -> str:

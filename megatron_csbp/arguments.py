@@ -9,14 +9,17 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megatron_csbp import megatron_compat
+from megatron_csbp import megatron_model
 from megatron_csbp.check_mode import add_check_mode_argument
 from megatron_csbp.configuration.argument_rules import check_before_megatron
 from megatron_csbp.configuration.changes import Change
+from megatron_csbp.configuration.diffusion_arguments import (
+    add_geometry_arguments,
+    add_objective_arguments,
+    add_packing_arguments,
+)
 from megatron_csbp.configuration.objective_flags import fill_objective_defaults
 from megatron_csbp.configuration.performance_arguments import add_performance_arguments
-from megatron_csbp.objectives import OBJECTIVES
-from megatron_csbp.objectives.noise_schedules import NOISE_SCHEDULES
 from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, PlanKey, layer_plans
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme, Sharding, resolve_scheme
@@ -45,36 +48,14 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         default=None,
         help="Tokens in a diffusion block. Turns block-diffusion training on; without it this is plain Megatron.",
     )
-    group.add_argument(
-        "--context-scheme",
-        choices=["cp"],
-        default=None,
-        help="cp: with --context-parallel-size alone, run the context-parallel baseline, which exchanges corrupted "
-        "keys and values as well. It has to be asked for by name, since a forgotten --bp-size would look the same.",
-    )
-    group.add_argument(
-        "--corrupted-views",
-        type=int,
-        default=None,
-        metavar="V",
-        help="Corrupted copies of every sample in one step, each with a noise of its own, that share one clean copy: "
-        "V+1 rows for each token instead of 2V. Default: 2 for fast-dllm-v2, else 1.",
-    )
-    group.add_argument(
-        "--window-anchor",
-        choices=[str(choice) for choice in WindowAnchor],
-        default=str(WindowAnchor.POSITION),
-        help="What the window of a corrupted row is counted from in layers with --window-size: its own position, as "
-        "Megatron's windows are, or its block's first position, as DiffusionGemma's (all rows of a block then see the "
-        "same clean tokens).",
-    )
+    add_geometry_arguments(group)
     group.add_argument(
         "--mask-token-id",
         type=int,
         default=None,
         help="Token id that stands for a corrupted token. Must lie in the padded vocabulary.",
     )
-    _add_objective_arguments(group)
+    add_objective_arguments(group)
     group.add_argument(
         "--block-assignment",
         choices=[str(choice) for choice in BlockAssignment],
@@ -98,79 +79,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "sequences hybrid, which is flex for local keys and one of these for gathered ones. The start summary says "
         "which, and why. The choice is tested before the first step.",
     )
-    _add_packing_arguments(group)
+    add_packing_arguments(group)
     add_performance_arguments(group)
     add_device_argument(group)
     add_check_mode_argument(group)
     _add_measuring_arguments(group)
     return parser
-
-
-def _add_objective_arguments(group: _Group) -> None:
-    """Add what is trained: the loss, the clean mask that goes with it, and the noise."""
-    group.add_argument(
-        "--diffusion-objective",
-        choices=list(OBJECTIVES),
-        default="block-diffusion",
-        help="block-diffusion: BD3-LM's NELBO, one noise level per block, over supervised tokens. nemotron: NVIDIA's "
-        "joint diffusion and autoregressive loss, one noise level per sequence. fast-dllm-v2: the published "
-        "conversion of an autoregressive model, two complementary views with shifted targets.",
-    )
-    group.add_argument(
-        "--clean-attention",
-        choices=[str(choice) for choice in CleanAttention],
-        default=None,
-        help="What a clean token sees: earlier clean tokens, or its whole block and earlier blocks. Default: "
-        "block-causal for block-diffusion, token-causal for nemotron.",
-    )
-    group.add_argument(
-        "--diffusion-loss-weight",
-        type=float,
-        default=None,
-        help="Weight of the diffusion term. Default: 1.0 for block-diffusion, 0.3 for nemotron.",
-    )
-    group.add_argument(
-        "--ar-loss-weight",
-        type=float,
-        default=None,
-        help="Weight of the next-token term on the clean copy. Default: 0 for block-diffusion, 1.0 for nemotron.",
-    )
-    group.add_argument(
-        "--noise-schedule",
-        choices=list(NOISE_SCHEDULES),
-        default="log-linear",
-        help="Chance that a token is corrupted, and its loss weight, as functions of the noise level t.",
-    )
-    group.add_argument("--noise-eps", type=float, default=1e-3, help="Smallest noise level: t lies in [eps, 1].")
-
-
-def _add_packing_arguments(group: _Group) -> None:
-    """Add what a sample is made of where it is not a stretch of one long text."""
-    group.add_argument(
-        "--pack-documents",
-        action="store_true",
-        help="Make samples of whole documents (or conversations) of --data-path, each at a block boundary: none sees "
-        "another, and positions restart. For fine-tuning. A micro-batch is one sample.",
-    )
-    group.add_argument(
-        "--loss-on",
-        choices=["answers", "all"],
-        default="answers",
-        help="With --pack-documents: train on the tokens that preparation has marked as answers (all tokens, where it "
-        "marked none), or on all.",
-    )
-    group.add_argument(
-        "--long-documents",
-        choices=["refuse", "cut"],
-        default="refuse",
-        help="With --pack-documents: what to do with documents that are longer than --seq-length.",
-    )
-    group.add_argument(
-        "--csbp-all-blocks",
-        action="store_true",
-        help="With --pack-documents: give every block corrupted rows, also those in which no row carries loss. For "
-        "ablation: it changes no loss and no gradient.",
-    )
 
 
 def _add_measuring_arguments(group: _Group) -> None:
@@ -187,10 +101,9 @@ def _add_measuring_arguments(group: _Group) -> None:
         "--csbp-timing",
         action="store_true",
         help="Log at every --log-interval how long computation stood still for the attention's collectives (timer "
-        "csbp-exposed-communication, over all ranks, also in TensorBoard) and clean tokens per second, which "
-        "--log-throughput logs too. On CUDA the host then waits for the device once in an iteration, and with "
-        "CUDA_DEVICE_MAX_CONNECTIONS=1 timing events may hold up what they time; megatron_csbp.tools.exposed_time "
-        "takes the figure from a profiler's trace.",
+        "csbp-exposed-communication, over all ranks, also in TensorBoard). On CUDA the host then waits for the device "
+        "once in an iteration, and with CUDA_DEVICE_MAX_CONNECTIONS=1 timing events may hold up what they time; "
+        "megatron_csbp.tools.exposed_time takes the figure from a profiler's trace.",
     )
 
 
@@ -305,7 +218,7 @@ def sharding(args: Namespace) -> Sharding:
 def masks(args: Namespace) -> tuple[Mask, ...]:
     """Return the masks of the model's layers, at most two: with and without the window of `--window-size`."""
     numbers = range(1, args.num_layers + 1)
-    windows = dict.fromkeys(megatron_compat.layer_window(args, number) for number in numbers)
+    windows = dict.fromkeys(megatron_model.layer_window(args, number) for number in numbers)
     return tuple(layer_mask(args, window) for window in windows)
 
 
@@ -322,7 +235,7 @@ def plan_keys(args: Namespace) -> tuple[PlanKey, ...]:
     """
     keys = dict.fromkeys((mask, True) for mask in masks(args))
     if args.csbp_whole_last_layer is None:
-        keys[layer_mask(args, megatron_compat.layer_window(args, args.num_layers)), False] = None
+        keys[layer_mask(args, megatron_model.layer_window(args, args.num_layers)), False] = None
     return tuple(keys)
 
 

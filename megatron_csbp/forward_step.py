@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_csbp import megatron_compat
+from megatron_csbp import megatron_compat, megatron_model, megatron_reporting
 from megatron_csbp.arguments import static_plans
 from megatron_csbp.loss.row_losses import LossRowSelection, RowLosses, select_loss_rows
-from megatron_csbp.objectives.interface import LossSums, Objective
+from megatron_csbp.objectives.interface import LossSums, Objective, ratio
 from megatron_csbp.reporting.instruments import Instruments
 from megatron_csbp.reporting.model_flops import ModelFlops
 from megatron_csbp.transformer.geometry.layer_plans import LayerPlans
@@ -70,9 +70,12 @@ class BlockDiffusionForwardStep:
         if self.instruments is not None:
             self.instruments.before_micro_batch(model, self.args, plans)
         if model.training:
-            self._flops.count_micro_batch(model, plans.rows.sample, 0 if selection is None else selection.num_rows)
+            num_loss_rows = 0 if selection is None else selection.num_rows
+            self._flops.count_micro_batch(model, plans.rows.sample, num_loss_rows)
+            if self.instruments is not None and megatron_reporting.computes_loss(model):
+                self.instruments.count_loss_rows(num_loss_rows)
         params = None if own_plans is None else sample_params(own_plans)
-        megatron_compat.use_rows_in_rotary(model, None if own_plans is None else own_plans.rows)
+        megatron_model.use_rows_in_rotary(model, None if own_plans is None else own_plans.rows)
         if batch is None or selection is None:
             return model(None, None, None, packed_seq_params=params), None
         excluded = self.args.mask_token_id if self.objective.excludes_mask_logit else None
@@ -104,7 +107,10 @@ class BlockDiffusionForwardStep:
         weighted_R = losses_R * selection.weights_R
         loss = weighted_R.sum()
         megatron_compat.check_loss(loss, self.args)
-        reports = self.objective.reports(loss_sums(batch, selection, weighted_R.detach()), evaluating)
+        sums = loss_sums(batch, selection, weighted_R.detach())
+        reports = self.objective.reports(sums, evaluating)
+        if not evaluating:
+            reports["masked fraction"] = ratio(sums.corrupted_rows, sums.num_supervised)
         packed = {
             name: torch.stack([numerator.float(), denominator.float()])
             for name, (numerator, denominator) in reports.items()

@@ -23,6 +23,7 @@ def main() -> None:
     """Install the runtime, rebind the three names, and run the script as `__main__`."""
     from megatron_csbp import check_mode, cpu_runtime
     from megatron_csbp.arguments import read_device
+    from megatron_csbp.configuration.config_file import take_yaml_flag
     from megatron_csbp.configuration.hardware_queues import set_one_queue
     from megatron_csbp.errors import check_launcher, hush_optional_packages, user_errors
 
@@ -40,8 +41,10 @@ def main() -> None:
 
         megatron_compat.check_megatron_version()
         megatron_compat.ensure_dataset_helpers()
-    rebind(runtime)
-    sys.argv = [str(script), *sys.argv[2:]]
+    # Stock scripts parse the command line once before ours does, and would read the file as Megatron's own format.
+    yaml_path, words = take_yaml_flag(sys.argv[2:])
+    rebind(runtime, yaml_path)
+    sys.argv = [str(script), *words]
     sys.path.insert(0, str(script.parent))  # the script imports its neighbours
     runpy.run_path(str(script), run_name="__main__")
 
@@ -60,17 +63,18 @@ def _script_path(argv: list[str]) -> Path:
     return script
 
 
-def rebind(runtime: Any) -> None:
+def rebind(runtime: Any, yaml_path: Path | None = None) -> None:
     """Rebind the names that a stock script imports from `megatron.training`.
 
     Args:
         runtime: the device that was chosen.
+        yaml_path: what `--yaml-cfg` names.
     """
     import megatron.training as training
     from megatron.training import argument_utils, arguments
     from megatron.training import training as training_module
 
-    arguments.parse_and_validate_args = functools.partial(_parse_and_validate_args, runtime)
+    arguments.parse_and_validate_args = functools.partial(_parse_and_validate_args, runtime, yaml_path)
     argument_utils.gpt_config_from_args = _model_config_from_args(argument_utils.gpt_config_from_args)
     pretrain = _pretrain(training_module.pretrain)
     for module in (training, training_module):
@@ -79,6 +83,7 @@ def rebind(runtime: Any) -> None:
 
 def _parse_and_validate_args(
     runtime: Any,
+    yaml_path: Path | None = None,
     extra_args_provider: Any = None,
     ignore_unknown_args: bool = False,
     args_defaults: dict[str, Any] | None = None,
@@ -91,7 +96,7 @@ def _parse_and_validate_args(
             raise ValueError(
                 "megatron_csbp.launch runs scripts that know all their arguments (ignore_unknown_args is off)."
             )
-        args = training_setup.parse_and_validate_args(runtime, extra_args_provider, args_defaults)
+        args = training_setup.parse_and_validate_args(runtime, extra_args_provider, args_defaults, yaml_path=yaml_path)
         training_setup.end_dry_run(args)
         return args
 

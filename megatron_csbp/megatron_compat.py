@@ -111,20 +111,6 @@ def context_parallel_rank() -> int:
     return rank
 
 
-def layer_window(config: Any, layer_number: int) -> int | None:
-    """The window of a layer by ``--window-size LEFT,0`` and ``--window-attn-skip-freq``: LEFT + 1, or None for none.
-
-    Args:
-        config: Megatron's ``TransformerConfig``.
-        layer_number: Number of the layer in the whole model, from 1.
-    """
-    utils = importlib.import_module("megatron.core.transformer.utils")
-    if not utils.is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
-        return None
-    left: int = config.window_size[0]
-    return None if left < 0 else left + 1
-
-
 def current_device() -> torch.device:
     """The device that Megatron's tensors live on (on the CPU runtime ``torch.cuda`` answers with the CPU)."""
     return torch.empty(0, device=torch.cuda.current_device()).device
@@ -143,19 +129,6 @@ def stage_needs_batch(model: Any) -> bool:
     return bool(
         utils.get_attr_wrapped_model(model, "pre_process") or utils.get_attr_wrapped_model(model, "post_process")
     )
-
-
-def use_rows_in_rotary(model: Any, rows: Any) -> None:
-    """Tells a stage's rotary embedding the rows of the call that comes; see ``RowRotaryEmbedding.use``.
-
-    Args:
-        model: The (wrapped) stage; learned positions or a stage without layers have no rotary embedding.
-        rows: ``RankRows`` of the sample, or None for those of every sample.
-    """
-    unwrapped = importlib.import_module("megatron.core.utils").unwrap_model(model)
-    rotary = getattr(unwrapped, "rotary_pos_emb", None)
-    if rotary is not None:
-        rotary.use(rows)
 
 
 @contextlib.contextmanager

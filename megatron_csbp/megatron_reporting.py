@@ -104,11 +104,9 @@ def global_batch_size() -> int:
     return size
 
 
-def training_seconds() -> float:
-    """Seconds of this run spent in training iterations: without validation and checkpoints."""
-    timer = importlib.import_module(_GLOBALS).get_timers()("interval-time")
-    timer.elapsed(reset=False)  # its total counts up to the last stop
-    seconds: float = timer.active_time()
+def logged_training_seconds() -> float:
+    """Seconds of this run spent in training iterations up to Megatron's last log line; waits for no device."""
+    seconds: float = importlib.import_module(_GLOBALS).get_timers()("interval-time").active_time()
     return seconds
 
 

@@ -5,6 +5,8 @@ Its symbols are in `required_symbols.REQUIRED_SYMBOLS`. Nothing here imports Meg
 """
 
 import importlib
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,6 +19,49 @@ def eod_token_id() -> int | None:
     except (AttributeError, NotImplementedError):
         return None
     return eod if isinstance(eod, int) else None
+
+
+@dataclass(frozen=True)
+class Token:
+    """What an id stands for.
+
+    Attributes:
+        said: that, in words.
+        is_text: it is known to stand for ordinary text, not for a special token.
+    """
+
+    said: str
+    is_text: bool
+
+
+def token_of(token_id: int) -> Token:
+    """What Megatron's tokenizer makes of an id."""
+    tokenizer = importlib.import_module("megatron.training.global_vars").get_tokenizer()
+    size: int = tokenizer.vocab_size
+    if token_id >= size:
+        return Token(f"no token of the tokenizer, which has {size}", is_text=False)
+    if token_id == declared_mask_id():
+        return Token(f"{tokenizer.detokenize([token_id])!r}, the mask that the tokenizer declares", is_text=False)
+    hugging_face: Any = getattr(getattr(tokenizer, "_tokenizer", None), "tokenizer", None)
+    if not hasattr(hugging_face, "added_tokens_decoder"):
+        return Token("a token of a tokenizer that does not say which are special", is_text=False)
+    text = hugging_face.convert_ids_to_tokens(token_id)
+    if text is None:
+        return Token("no token of the tokenizer", is_text=False)
+    added = hugging_face.added_tokens_decoder.get(token_id)
+    if added is not None and added.special:
+        return Token(f"{text!r}, a special token", is_text=False)
+    return Token(f"{hugging_face.convert_tokens_to_string([text])!r}, an ordinary token", is_text=True)
+
+
+def declared_mask_id() -> int | None:
+    """The id that Megatron's tokenizer declares as its mask, or None."""
+    tokenizer = importlib.import_module("megatron.training.global_vars").get_tokenizer()
+    try:
+        mask = tokenizer.mask
+    except (AttributeError, NotImplementedError, KeyError, IndexError, TypeError):
+        return None
+    return mask if isinstance(mask, int) and mask >= 0 else None
 
 
 def restart_default_generator() -> None:

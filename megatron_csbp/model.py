@@ -69,7 +69,8 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
     ) -> list[GPTModel]:
         """Name the block-parallel group, then build and wrap the stages; see `GPTModelBuilder`.
 
-        Weights start the same whatever the size of the context group.
+        Weights start the same whatever the size of the context group; not so for tensor, pipeline and expert
+        parallelism, whose ranks Megatron seeds apart.
         """
         divides_blocks = self._settings.sharding.scheme in (
             Scheme.BLOCK_PARALLEL,

@@ -9,6 +9,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from megatron_csbp.configuration.flag_names import FlagNames
 from megatron_csbp.configuration.hardware_queues import check_one_queue
 from megatron_csbp.configuration.objective_flags import objective_from_args
 from megatron_csbp.configuration.output_folders import check_output_folders
-from megatron_csbp.configuration.own_geometries import check_own_geometries, prepare_own_geometries
+from megatron_csbp.configuration.own_geometries import prepare_own_geometries
 from megatron_csbp.configuration.performance_arguments import (
     fill_head_groups,
     fill_loss_chunk_rows,
@@ -57,6 +58,7 @@ def parse_and_validate_args(
     extra_args_provider: ArgsProvider | None = None,
     args_defaults: dict[str, Any] | None = None,
     set_defaults: Callable[[ArgumentParser], None] | None = None,
+    yaml_path: Path | None = None,
 ) -> Namespace:
     """Parse Megatron's flags and ours, check every rule, and print the start summary on rank 0.
 
@@ -65,11 +67,13 @@ def parse_and_validate_args(
         extra_args_provider: further flags, as for Megatron's function of the same name.
         args_defaults: as for Megatron's function.
         set_defaults: changes the defaults of the whole parser.
+        yaml_path: what `--yaml-cfg` names, if it is no longer on the command line.
 
     Raises:
         ValueError: a rule is broken or a flag unknown, on every rank, before any collective.
     """
-    yaml_path, sys.argv[1:] = take_yaml_flag(sys.argv[1:])
+    from_command_line, sys.argv[1:] = take_yaml_flag(sys.argv[1:])
+    yaml_path = yaml_path or from_command_line
     given: set[str] = flags_given(sys.argv[1:])
     changes: list[Change] = []
     parsers: list[ArgumentParser] = []
@@ -87,16 +91,9 @@ def parse_and_validate_args(
         return parser
 
     def before(args: Namespace) -> None:
-        if args.device not in ("auto", runtime.device):
-            raise ValueError(
-                f"--device {args.device} in a --yaml-cfg file comes too late: the device is chosen before Megatron is "
-                f"imported. Give --device {args.device} on the command line."
-            )
+        _check_device(args, runtime)
         if args.use_checkpoint_args and "--seq-length" not in given:
             use_checkpoint_length(args)
-        if runtime.device == "cuda":
-            capability = torch.cuda.get_device_properties(0).major
-            check_one_queue(args, capability, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
         changes.extend(adapt_to_runtime(args, runtime, is_dry_run(args)))
         changes.extend(arguments.prepare_before_validation(args, frozenset(given)))
         check_training(args)
@@ -107,25 +104,41 @@ def parse_and_validate_args(
     def after(args: Namespace) -> None:
         changes.extend(arguments.prepare_after_validation(args))
         if arguments.is_block_diffusion(args) and has_own_geometries(args):
-            check_own_geometries(args)
             prepare_own_geometries(args)
 
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
-        check_vocabulary(args, megatron_start.eod_token_id())
-        plans = arguments.static_plans(args, rank=0)
-        fill_head_groups(args, [plans.plan(mask) for mask in arguments.masks(args)])
-        fill_loss_chunk_rows(args)
-        args.csbp_whole_last_layer = why_last_layer_is_whole(args, objective_from_args(args).loss_on_clean_rows)
-        validate_data_files(args)
-        correct_distributed_optimizer_now()
-        if args.full_validation:
-            correct_full_validation_now(args)
-        megatron_checkpoints.save_clean_length()
+        _set_up_block_diffusion(args)
     start = check_start(args, FlagNames(parsers[-1]))
     keep_others_out(args)
     print_start_summary(args, runtime, changes, start)
     return args
+
+
+def _check_device(args: Namespace, runtime: RuntimeInfo) -> None:
+    """The device is chosen before a YAML file is read, and on CUDA streams may have to share one hardware queue."""
+    if args.device not in ("auto", runtime.device):
+        raise ValueError(
+            f"--device {args.device} in a --yaml-cfg file comes too late: the device is chosen before Megatron is "
+            f"imported. Give --device {args.device} on the command line."
+        )
+    if runtime.device == "cuda":
+        capability = torch.cuda.get_device_properties(0).major
+        check_one_queue(args, capability, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+
+
+def _set_up_block_diffusion(args: Namespace) -> None:
+    """Check and fill in what needs tokenizer and validated arguments; correct Megatron where it has no seam."""
+    check_vocabulary(args, megatron_start.eod_token_id())
+    plans = arguments.static_plans(args, rank=0)
+    fill_head_groups(args, [plans.plan(mask) for mask in arguments.masks(args)])
+    fill_loss_chunk_rows(args)
+    args.csbp_whole_last_layer = why_last_layer_is_whole(args, objective_from_args(args).loss_on_clean_rows)
+    validate_data_files(args)
+    correct_distributed_optimizer_now()
+    if args.full_validation:
+        correct_full_validation_now(args)
+    megatron_checkpoints.save_clean_length()
 
 
 def keep_others_out(args: Namespace) -> None:

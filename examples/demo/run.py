@@ -32,7 +32,7 @@ from megatron_csbp.data.train_tokenizer import MASK_TOKEN, train_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = "made-by-the-demo"
 MOST_THREADS = 4
-PROMPT = "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, name):\n        self.name = name\n"
+PROMPT = "class Reader:\n    def __init__(self, name):\n        self.name = name\n\n    def read(self"
 
 
 def main() -> int:
@@ -184,6 +184,7 @@ def write(size: Size, output: Path) -> str:
     print("\nA continuation by the converted model, block by block", flush=True)
     arguments = ["-m", "megatron_csbp.generate", "--load", str(output / "converted"), "--prompt", PROMPT]
     arguments += ["--max-new-tokens", str(size.new_tokens), "--confidence-threshold", "0.6", "--show-steps"]
+    arguments += ["--temperature", "0.7"]
     lines = run_command([sys.executable, *arguments], threads() * NUM_RANKS, output / "generate.log").splitlines(True)
     steps = [line for line in lines if line.startswith("[") and " pass " in line]
     print("  the first passes over a block (_ is a mask):")

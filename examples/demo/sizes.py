@@ -102,10 +102,10 @@ SIZES = {
         sequence_length=256,
         block_size=8,
         autoregressive=Training(iterations=160, samples=8, micro_batch=4, evaluate_every=40, learning_rate=8e-3),
-        diffusion=Training(iterations=100, samples=8, micro_batch=8, evaluate_every=25, learning_rate=5e-3),
+        diffusion=Training(iterations=60, samples=8, micro_batch=8, evaluate_every=15, learning_rate=4e-3),
         parity_iterations=10,
         new_tokens=96,
-        largest_share=0.9,
+        largest_share=0.95,
     ),
     "quick": Size(
         corpus_bytes=300_000,

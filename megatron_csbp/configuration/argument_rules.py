@@ -93,7 +93,7 @@ def check_no_flag_without_block_size(args: Namespace, given: frozenset[str]) -> 
     if args.block_parallel_size != 1:
         raise ValueError(
             f"--block-parallel-size {args.block_parallel_size} needs --diffusion-block-size, since only diffusion "
-            "blocks can be divided; for example --diffusion-block-size 32 --mask-token-id 100."
+            "blocks can be divided; for example --diffusion-block-size 32."
         )
     strays = [flag for flag in _OWN_FLAGS if flag in given]
     if strays:

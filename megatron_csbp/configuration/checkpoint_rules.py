@@ -57,8 +57,8 @@ class Start:
 def check_start(args: Namespace, flags: FlagNames | None = None) -> Start:
     """Hold a run against the checkpoint that it will load, by whatever flag.
 
-    `--finetune`, `--pretrained-checkpoint` and a release start a new run from old weights. Then the noise and the loss
-    may differ, unless the checkpoint says that they are the same run's; the network may not.
+    `--finetune`, `--pretrained-checkpoint` and a release start a new run from old weights, in the same network. With
+    the first two the noise and the loss may differ; a release keeps those that it names.
 
     Args:
         args: validated arguments.
@@ -80,6 +80,8 @@ def check_start(args: Namespace, flags: FlagNames | None = None) -> Start:
     is_resumed = not starts_anew and not checkpoint.is_release
     notes: list[str] = []
     saved: Namespace | None = state.get("args")
+    if is_resumed:
+        _check_work_left(args, saved, checkpoint, state)
     if saved is None:
         return Start(checkpoint, is_resumed, ["the checkpoint has no arguments to compare with this run's"])
     if not args.moe_use_upcycling:  # which makes another network of the weights on purpose
@@ -88,7 +90,6 @@ def check_start(args: Namespace, flags: FlagNames | None = None) -> Start:
     if not starts_anew:
         _check_noise_and_loss(args, saved, checkpoint.flag, flags)
     if is_resumed:
-        _check_work_left(args, saved, checkpoint, state)
         check_optimizer(args, saved, state, checkpoint.flag, flags)
     return Start(checkpoint, is_resumed, notes)
 
@@ -113,11 +114,14 @@ def _check_noise_and_loss(args: Namespace, saved: Namespace, source: str, flags:
             )
 
 
-def _check_work_left(args: Namespace, saved: Namespace, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
+def _check_work_left(
+    args: Namespace, saved: Namespace | None, checkpoint: Checkpoint, state: Mapping[str, Any]
+) -> None:
     """A run that has nothing left to train would end with status 0, as if it had trained."""
     if args.skip_train:
         return
-    other_loss = args.diffusion_block_size is not None and getattr(saved, "diffusion_block_size", None) is None
+    is_plain = saved is not None and getattr(saved, "diffusion_block_size", None) is None
+    other_loss = args.diffusion_block_size is not None and is_plain
     hint = " (the checkpoint is of an autoregressive run, whose iterations would count)" if other_loss else ""
     done, flag, given = state.get("iteration", checkpoint.iteration), "--train-iters", args.train_iters
     if args.train_samples:

@@ -35,7 +35,11 @@ def prepare_own_geometries(args: Namespace) -> None:
 
     Args:
         args: validated arguments; changed in place.
+
+    Raises:
+        ValueError: see `check_own_geometries`.
     """
+    check_own_geometries(args)
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
     if args.num_experts is None:
         # Megatron's default of a dispatcher that a dense model never uses; it would refuse the line above.

@@ -14,8 +14,8 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 
 from megatron_csbp.data import gpt_dataset_access as access
 from megatron_csbp.objectives.interface import CleanRows
+from megatron_csbp.transformer.geometry.needs import merge
 from megatron_csbp.transformer.geometry.rows import RankRows
-from megatron_csbp.transformer.geometry.transfers import merge
 
 IntArray = npt.NDArray[np.int64]
 

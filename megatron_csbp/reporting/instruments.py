@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run measures about itself on request: bytes moved and exposed communication, by iteration.
+"""What a training run measures about itself: its progress and, on request, bytes moved and exposed communication.
 
 The forward step owns the instruments and tells them of every micro-batch; Megatron's hook at the end of the backward
-pass tells them that an iteration is over. Without `--csbp-ledger`, `--csbp-timing` and `--log-throughput` there are
-none.
+pass tells them that an iteration is over.
 """
 
 from argparse import Namespace
@@ -14,6 +13,7 @@ from typing import Any
 
 from megatron_csbp import megatron_compat, megatron_reporting
 from megatron_csbp.configuration.performance_arguments import recomputes_layer
+from megatron_csbp.reporting.progress_report import ProgressReport
 from megatron_csbp.reporting.timing_report import TimingReport
 from megatron_csbp.reporting.traffic_report import TrafficReport
 from megatron_csbp.transformer.core_attention import CSBPCoreAttention
@@ -28,11 +28,13 @@ class Instruments:
 
     Attributes:
         traffic: the byte ledger, with `--csbp-ledger`.
-        timing: clean tokens per second, with `--log-throughput`; and the clock, with `--csbp-timing`.
+        timing: the clock, with `--csbp-timing`.
+        progress: the line of progress.
     """
 
     traffic: TrafficReport | None
     timing: TimingReport | None
+    progress: ProgressReport
     _chunks: dict[int, list[CSBPCoreAttention | BlockDiffusionGatedDeltaNet]] = field(default_factory=dict)
     _hooked: bool = False
 
@@ -44,6 +46,7 @@ class Instruments:
             args: Megatron's arguments.
             plans: of the micro-batch's samples.
         """
+        self.progress.say(args)  # of the last iteration, which Megatron has logged by now
         layers = self._chunks.get(id(model))
         if layers is None:
             layers = self._chunks[id(model)] = self._attach(model)
@@ -59,6 +62,10 @@ class Instruments:
             others = _delta_net_volumes(layers, plans, args, training=model.training)
             self.traffic.expect_micro_batch(attention, args, training=model.training, others=others)
 
+    def count_loss_rows(self, rows: int) -> None:
+        """Tell the instruments how many rows of a training micro-batch carry loss on this rank."""
+        self.progress.count_loss_rows(rows)
+
     def _attach(self, model: Any) -> list[CSBPCoreAttention | BlockDiffusionGatedDeltaNet]:
         """Hand the ledger and the clock to every layer of a stage that exchanges."""
         kinds = CSBPCoreAttention | BlockDiffusionGatedDeltaNet
@@ -73,13 +80,15 @@ class Instruments:
     def _end_iteration(self) -> None:
         """Close the accounts of one training iteration; runs at the same point on every rank."""
         args = megatron_reporting.arguments()
+        self.progress.end_iteration(args)
         if self.traffic is not None:
             self.traffic.end_iteration(args.curr_iteration + 1)
         if self.timing is not None:
             self.timing.end_iteration(args)
 
     def close(self) -> None:
-        """End the run: write what is left, and print the table of the ledger."""
+        """End the run: write what is left, and print the last line of progress and the table of the ledger."""
+        self.progress.say(megatron_reporting.arguments(), with_writers=False)
         if self.traffic is not None:
             self.traffic.close()
 
@@ -119,12 +128,10 @@ def closing(instruments: Instruments | None) -> Iterator[None]:
         instruments.close()
 
 
-def instruments_from_args(args: Namespace) -> Instruments | None:
-    """Return the instruments that the flags ask for, or None."""
-    counts_tokens = args.csbp_timing or args.log_throughput
-    if args.csbp_ledger is None and not counts_tokens:
-        return None
+def instruments_from_args(args: Namespace) -> Instruments:
+    """Return the instruments of a run: the line of progress, and what the flags ask for."""
     return Instruments(
         TrafficReport(args.csbp_ledger, args.rank) if args.csbp_ledger is not None else None,
-        TimingReport(megatron_compat.current_device(), measures_waits=args.csbp_timing) if counts_tokens else None,
+        TimingReport(megatron_compat.current_device()) if args.csbp_timing else None,
+        ProgressReport(args),
     )

@@ -9,7 +9,7 @@ from argparse import Namespace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from megatron_csbp import megatron_compat, megatron_reporting
+from megatron_csbp import megatron_model, megatron_reporting
 from megatron_csbp.arguments import layer_mask, static_sample
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.visibility import Mask, allowed_pairs
@@ -26,8 +26,7 @@ class ModelFlops:
     def _logit_share(self) -> float:
         """Part of the operations for one row, attention apart, that Megatron gives to its logits."""
         per_row = megatron_reporting.stock_flops(self._args, rows=1.0, squared_lengths=0.0)
-        logits: int = 6 * self._args.hidden_size * self._args.padded_vocab_size
-        return logits / per_row
+        return self.per_loss_row() / per_row
 
     def mean_pairs(self, sample: Sample) -> float:
         """Return the query-key pairs that a layer's mask allows in one sample, on average over the layers.
@@ -55,6 +54,10 @@ class ModelFlops:
         # Megatron gives a causal sequence of n rows the work of n^2 / 2 pairs.
         megatron_reporting.count_rows(rows, 2.0 * self.mean_pairs(sample) * args.micro_batch_size)
 
+    def per_loss_row(self) -> float:
+        """Return the operations of the logits of one row."""
+        return float(6 * self._args.hidden_size * self._args.padded_vocab_size)
+
     def per_sequence(self) -> tuple[float, float]:
         """Return the operations of one sequence without its logits, and Megatron's own figure without its logits."""
         args, sample = self._args, static_sample(self._args)
@@ -70,7 +73,7 @@ def _num_rows(sample: Sample) -> int:
 
 
 def _mean_pairs(args: Namespace, sample: Sample) -> float:
-    windows = [megatron_compat.layer_window(args, number) for number in range(1, args.num_layers + 1)]
+    windows = [megatron_model.layer_window(args, number) for number in range(1, args.num_layers + 1)]
     return sum(
         windows.count(window) * _pairs(sample, layer_mask(args, window)) for window in dict.fromkeys(windows)
     ) / len(windows)

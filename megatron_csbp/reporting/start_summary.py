@@ -18,6 +18,7 @@ from megatron_csbp.configuration.performance_arguments import (
 )
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.reporting.kernel_summary import attention_kernel_lines, head_shape
+from megatron_csbp.reporting.mask_token import mask_token_lines
 from megatron_csbp.reporting.model_flops import ModelFlops
 from megatron_csbp.transformer.delta_net.kernels import select_delta_kernel
 from megatron_csbp.transformer.delta_net.traffic import DeltaNetSizes, layer_volumes
@@ -91,7 +92,8 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
         f"pipeline {args.pipeline_model_parallel_size} x data {args.data_parallel_size}",
         *scheme_notes(rows),
         f"  objective: {args.diffusion_objective}, clean attention {args.clean_attention}, noise "
-        f"{args.noise_schedule} eps {args.noise_eps}, mask token {args.mask_token_id}",
+        f"{args.noise_schedule} eps {args.noise_eps}",
+        *(mask_token_lines(args) if args.rank == 0 else []),
         f"  sequence: {sample.length} clean tokens, {sample.num_blocks} blocks of {sample.block_size}{views}, "
         f"{sharding.num_chunks} chunks of {rows.chunk_length}; {rows.num_rows} rows per rank",
         *_kernel_lines(args, runtime, plans),

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_csbp.configuration.performance_arguments import exchange_bytes
+from megatron_csbp.transformer.geometry.needs import Lowering
 from megatron_csbp.transformer.geometry.plan import AttentionPlan
-from megatron_csbp.transformer.geometry.transfers import Lowering
 from megatron_csbp.transformer.traffic_ledger import (
     Collective,
     Direction,

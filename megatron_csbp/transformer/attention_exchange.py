@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron_csbp.transformer.annotations import annotate
 from megatron_csbp.transformer.communication import KeyValueExchange, Pending
+from megatron_csbp.transformer.geometry.needs import Lowering
 from megatron_csbp.transformer.geometry.plan import AttentionPlan
 from megatron_csbp.transformer.geometry.scheme import CopyKind
-from megatron_csbp.transformer.geometry.transfers import Lowering
 from megatron_csbp.transformer.tile_executor import KeyValue
 
 

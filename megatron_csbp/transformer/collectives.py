@@ -18,12 +18,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-type Transfer = tuple[Tensor, Tensor]
+type Buffers = tuple[Tensor, Tensor]
 """What one collective writes, and what it reads."""
 
 
 def start_all_gathers(
-    transfers: Sequence[Transfer], group: dist.ProcessGroup, *, coalesce: bool, async_op: bool
+    transfers: Sequence[Buffers], group: dist.ProcessGroup, *, coalesce: bool, async_op: bool
 ) -> list[dist.Work]:
     """Start gathering every rank's input [n, ...] into outputs [P n, ...], in rank order."""
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -31,7 +31,7 @@ def start_all_gathers(
 
 
 def start_reduce_scatters(
-    transfers: Sequence[Transfer], group: dist.ProcessGroup, *, coalesce: bool, async_op: bool
+    transfers: Sequence[Buffers], group: dist.ProcessGroup, *, coalesce: bool, async_op: bool
 ) -> list[dist.Work]:
     """Start summing inputs [P n, ...] over the ranks; rank r's output [n, ...] is the r-th share of the sum."""
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
@@ -39,7 +39,7 @@ def start_reduce_scatters(
 
 
 def start_all_to_alls(
-    transfers: Sequence[Transfer],
+    transfers: Sequence[Buffers],
     group: dist.ProcessGroup,
     *,
     async_op: bool,
@@ -66,7 +66,7 @@ def start_all_to_alls(
 
 def _start(
     collective: Callable[..., dist.Work | None],
-    transfers: Sequence[Transfer],
+    transfers: Sequence[Buffers],
     group: dist.ProcessGroup,
     coalesce: bool,
     async_op: bool,

@@ -16,17 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_csbp.transformer.collectives import (
-    Transfer as Buffers,
-)
-from megatron_csbp.transformer.collectives import (
-    start_all_gathers,
-    start_all_to_alls,
-    start_reduce_scatters,
-)
+from megatron_csbp.transformer.collectives import Buffers, start_all_gathers, start_all_to_alls, start_reduce_scatters
 from megatron_csbp.transformer.device_arrays import on_device
+from megatron_csbp.transformer.geometry.needs import Lowering
 from megatron_csbp.transformer.geometry.scheme import CopyKind
-from megatron_csbp.transformer.geometry.transfers import Lowering, Transfer
+from megatron_csbp.transformer.geometry.transfers import Transfer
 from megatron_csbp.transformer.streams import Waitable, side_stream
 from megatron_csbp.transformer.traffic_ledger import Collective, Direction, LayerLedger
 from megatron_csbp.transformer.wait_clock import WaitClock

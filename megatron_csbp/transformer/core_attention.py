@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_csbp import megatron_compat
+from megatron_csbp import megatron_model
 from megatron_csbp.transformer.attention import AttentionContext, block_diffusion_attention
 from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.corrupted_rows import corrupted_rows
@@ -77,7 +77,7 @@ class BlockDiffusionSettings:
             config: Megatron's config.
             layer_number: number of the layer, from 1.
         """
-        return Mask(self.clean_attention, megatron_compat.layer_window(config, layer_number), self.window_anchor)
+        return Mask(self.clean_attention, megatron_model.layer_window(config, layer_number), self.window_anchor)
 
 
 class CSBPCoreAttention(MegatronModule):

@@ -11,7 +11,7 @@ import torch
 from megatron_csbp.weights.comparison import check_tensors
 from megatron_csbp.weights.families import Family, family_of
 from megatron_csbp.weights.layouts import Shape
-from megatron_csbp.weights.model_arguments import config_from_arguments
+from megatron_csbp.weights.model_arguments import arguments_from_config, config_from_arguments
 from megatron_csbp.weights.model_shape import ModelShape, shape_from_arguments
 from megatron_csbp.weights.released_memory import released_memory
 from megatron_csbp.weights.rotary_arguments import arguments_of_rope
@@ -25,6 +25,15 @@ from megatron_csbp.weights.whole_folder import whole_folder
 
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _NOT_WEIGHTS = ("rng_state", "rerun_state_machine")
+# How a run trains, not what its weights are.
+_FREE = (
+    "attention_dropout",
+    "hidden_dropout",
+    "moe_router_load_balancing_type",
+    "moe_token_dispatcher_type",
+    "moe_aux_loss_coeff",
+    "padded_vocab_size",
+)
 
 
 def export_weights(
@@ -96,31 +105,28 @@ def changed_config(
     Raises:
         ValueError: the run trained another model.
     """
-    trained = config_from_arguments(family.config, arguments, config["vocab_size"])
-    differing = {}
-    for setting in family.config.settings:
-        key = setting.config
-        there = next(
-            (config[name] for name in (key, *setting.other_names) if config.get(name) is not None), setting.default
-        )
-        if key == "head_dim" and there is None:
-            there = config["hidden_size"] // config["num_attention_heads"]
-        if trained[key] != there:
-            differing[key] = (trained[key], there, setting.may_change)
-    tied = not trained["tie_word_embeddings"] if family.head_is_its_own else config.get("tie_word_embeddings", False)
-    if not family.head_is_its_own and trained["tie_word_embeddings"] != tied:
-        differing["tie_word_embeddings"] = (trained["tie_word_embeddings"], tied, False)
-    wrong = [f"{key} is {now!r} and there {before!r}" for key, (now, before, may) in differing.items() if not may]
-    for argument, value in family.config.fixed.items():
-        if "dropout" not in argument and arguments.get(argument, value) != value and not argument.startswith("moe_"):
-            wrong.append(f"{argument} is {arguments[argument]!r} and should be {value!r}")
+    heads = {"group_query_attention": True, "num_query_groups": arguments["num_attention_heads"]}
+    saved = dict(arguments) if arguments.get("group_query_attention") else {**arguments, **heads}
+    trained = config_from_arguments(family.config, saved, config["vocab_size"])
+    expected = arguments_from_config(family.config, dict(config), 1)
+    before, after = arguments_of_rope(config), arguments_of_rope(trained)
+    free = {*_FREE, *before, *after} | ({"untie_embeddings_and_output_weights"} if family.head_is_its_own else set())
+    movable = {setting.argument: setting.config for setting in family.config.settings if setting.may_change}
+    # An argument that the checkpoint does not have, an older Megatron did not know.
+    differing = {
+        name: value for name, value in expected.items() if name not in free and saved.get(name, value) != value
+    }
+    wrong = [f"{name} is {saved[name]!r} and there {differing[name]!r}" for name in differing if name not in movable]
+    rows, mask_id = config["vocab_size"], saved.get("mask_token_id")
+    if saved["padded_vocab_size"] < rows:
+        wrong.append(f"the vocabulary has {saved['padded_vocab_size']} rows and there {rows}")
+    elif mask_id is not None and mask_id >= rows:
+        wrong.append(f"the mask token {mask_id} would be lost with the rows beyond the {rows} there")
     if wrong:
         raise ValueError(f"{load} is not a model like {like}: {'; '.join(wrong)}.")
-    changed = {key: now for key, (now, _, _) in differing.items()}
+    changed = {movable[name]: saved[name] for name in differing}
     # Compared as Megatron sees them, since config.json can say the same in several ways.
-    if arguments_of_rope(config) != arguments_of_rope(trained):
-        changed["rope_parameters"] = trained["rope_parameters"]
-    return changed
+    return changed | ({"rope_parameters": trained["rope_parameters"]} if before != after else {})
 
 
 def located(parts: Iterator[Piece], weights: TorchDistCheckpoint) -> Iterator[Piece]:
@@ -136,7 +142,7 @@ def check_pieces(parts: list[Piece], weights: TorchDistCheckpoint, where: str, w
     Raises:
         ValueError: it lacks some, has others, or has one of another shape.
     """
-    every_key = {key for piece in parts for rule in (piece.rule,) for key in _all_keys(piece, rule.also)}
+    every_key = {key for piece in parts for key in _all_keys(piece)}
     expected = {piece.keys[0]: piece.global_shape for piece in parts}
     found: dict[str, Shape] = {
         key: size
@@ -153,11 +159,11 @@ def unpacked(piece: Piece, weights: TorchDistCheckpoint, shape: ModelShape) -> I
     yield from zip(piece.names, piece.rule.layout.unpack(packed, piece.part_shapes, shape), strict=True)
 
 
-def _all_keys(piece: Piece, also: tuple[str, ...]) -> Iterator[str]:
-    prefix = piece.keys[0].removesuffix(piece.rule.megatron)
-    for name in also:
-        prefix = prefix.removesuffix(name)
-    yield from (prefix + name for name in (piece.rule.megatron, *also))
+def _all_keys(piece: Piece) -> Iterator[str]:
+    """Yield every key under which a piece may be kept."""
+    names = (piece.rule.megatron, *piece.rule.also)
+    own = next(name for name in names if piece.keys[0].endswith(name))
+    yield from (piece.keys[0].removesuffix(own) + name for name in names)
 
 
 def _template(checkpoint: TrainedCheckpoint, like: Path | None) -> Path:

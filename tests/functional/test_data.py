@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_csbp.data import prepare
-from tests.functional.model_flags import CSBP2, NEMOTRON, TIED, iterations, words
+from tests.functional.model_flags import BLOCK_DIFFUSION, CSBP2, NEMOTRON, TIED, iterations, words
+from tests.support.checkpoint_tensors import load_parameters
 from tests.support.megatron_run import Ranks, worst_difference
 
 CURVE_TOLERANCE = 2e-6
@@ -101,6 +103,25 @@ def test_full_validation_reads_every_sample_once_in_every_topology(
         # Evaluated after each of two iterations, which change no weight, and at the end.
         run = ranks.train([*flags, *batches, *topology], size).check()
         assert worst_difference(run.evaluated("nelbo"), expected * 3) < CURVE_TOLERANCE
+
+
+def test_a_batch_without_loss_steps_as_megatron_does_with_gradients_of_zero(ranks: Ranks, tmp_path: Path) -> None:
+    """Every token ends a document and none is predicted: Adam's first step is 0, and weight decay is not."""
+    builder = IndexedDatasetBuilder(f"{tmp_path / 'ends'}.bin", dtype=np.uint16)
+    builder.add_document(np.full(1000, 186), [1000])
+    builder.finalize(f"{tmp_path / 'ends'}.idx")
+    flags = [*without(TIED, "--mock-data", "--split", "--lr-decay-style", "--lr-warmup-iters"), *BLOCK_DIFFUSION]
+    flags += ["--data-path", str(tmp_path / "ends"), *words("--split 1,0,0 --eod-mask-loss --lr-decay-style constant")]
+    flags += [*words("--weight-decay 0.5 --no-save-optim --no-save-rng"), *iterations(1)]
+    ranks.train([*without(flags, "--lr", "--min-lr"), *words("--lr 0 --min-lr 0 --save"), str(tmp_path / "0")]).check()
+    run = ranks.train([*flags, "--save", str(tmp_path / "1")]).check()
+    assert (run.losses(), run.grad_norms) == ([0.0], [0.0])
+    before, after = (load_parameters(tmp_path / name, 1) for name in ("0", "1"))
+    decay = 1 - 2e-3 * 0.5
+    shrunk = {name: 1.0 if "norm" in name else decay for name in before}  # norms have no weight decay
+    assert set(shrunk.values()) == {decay, 1.0}
+    for name, factor in shrunk.items():
+        torch.testing.assert_close(after[name], before[name] * factor, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("order", ["single", "cyclic"])

@@ -89,7 +89,8 @@ def test_the_start_summary_says_what_runs(ranks: Ranks) -> None:
     for line in (
         "device: cpu (--device cpu)",
         "scheme: CSBP over 2 rank(s); tensor 1 x pipeline 1 x data 1",
-        "objective: block-diffusion, clean attention block-causal, noise log-linear eps 0.001, mask token 190",
+        "objective: block-diffusion, clean attention block-causal, noise log-linear eps 0.001",
+        "mask token 190: no token of the tokenizer, which has 187",
         "64 clean tokens, 8 blocks of 8, 4 chunks of 16; 64 rows per rank",
         "rank 0 owns chunks 0 (blocks 0-1), 3 (blocks 6-7)",
         "rank 1 owns chunks 1 (blocks 2-3), 2 (blocks 4-5)",

@@ -112,7 +112,7 @@ def dry_run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 def test_the_job_script_prints_one_task_for_each_node_and_one_rank_for_each_gpu(tmp_path: Path) -> None:
     file = tmp_path / "a b.yaml"
-    file.write_text((MODELS / "qwen3_8b.yaml").read_text())
+    file.write_text(NAMES["qwen_ar_to_bdlm/8b_32k"].path.read_text())
     arguments = ["--yaml-cfg", str(file), *WITHOUT_DATA.split(), "--vocab-size", "151668"]
     run = dry_run(*arguments, SLURM_NNODES="4", MASTER_ADDR="node7", GPUS_PER_NODE="8")
     assert run.returncode == 0, run.stderr
@@ -126,9 +126,9 @@ def test_the_job_script_prints_one_task_for_each_node_and_one_rank_for_each_gpu(
 
 
 def test_the_job_script_refuses_what_would_not_start_before_the_queue() -> None:
-    """A model file for 32 ranks on 16, and data that are not there; both known without a GPU."""
-    model = ["--yaml-cfg", str(MODELS / "nemotron_labs_diffusion_14b.yaml")]
-    run = dry_run(*model, *WITHOUT_DATA.split(), SLURM_NNODES="2")
+    """A job for 32 ranks on 16, known without a GPU."""
+    flags = from_file("nemotron_diffusion/14b_256k", "--pipeline-model-parallel-size", "4")
+    run = dry_run(*flags, SLURM_NNODES="2")
     assert run.returncode == 2
     assert "needs a multiple of 32 ranks, and this job has 16" in run.stderr
     assert "start it on 4 nodes of 8" in run.stderr
@@ -142,7 +142,7 @@ def test_the_job_script_refuses_a_model_file_that_is_not_there() -> None:
 
 def test_the_job_script_takes_the_other_entry_and_words_for_srun() -> None:
     entry = "-m megatron_csbp.launch tests/functional/stock_shape_pretrain_gpt.py"
-    flags = from_file("qwen3_0.6b", "--vocab-size", "151668")
+    flags = from_file("qwen_ar_to_bdlm/0.6b_32k", "--vocab-size", "151668")
     run = dry_run(*flags, ENTRY=entry, SRUN_ARGS="--container-image=image --no-container-mount-home")
     assert run.returncode == 0, run.stderr
     assert "this job would start on 8 rank(s)" in run.stdout

@@ -30,7 +30,7 @@ def commands() -> dict[str, tuple[int, str]]:
     for page in PAGES:
         # A line of a diff that goes starts with a minus.
         lines = [line.removeprefix("+") for line in (ROOT / page).read_text().splitlines() if not line.startswith("-")]
-        for number, command in enumerate(re.findall(r"^ *torchrun .*(?:\\\n.*)*", "\n".join(lines), re.MULTILINE)):
+        for number, command in enumerate(re.findall(r"^ *torchrun (?:.*\\\n)*.*", "\n".join(lines), re.MULTILINE)):
             joined = command.replace("\\\n", " ")
             entry = ENTRY.search(joined)
             if entry is None:

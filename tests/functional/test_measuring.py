@@ -22,6 +22,7 @@ MODEL = [*DEEP, *BLOCK_DIFFUSION, *words("--clean-attention token-causal --log-t
 UNIT = SEQUENCE_LENGTH // 2 * 2 * 2 * 16 * 4
 """Bytes that one exchange of one copy brings to a rank of two: half of the rows, K and V of 2 heads of 16, fp32."""
 MICRO_BATCHES = 4
+PROGRESS = rf"\[csbp\] iteration (\d)/{ITERATIONS} \| ETA \d+:\d\d:\d\d \| clean tokens per second: ([\d.]+)"
 TOPOLOGIES = {
     "one rank": (1, ""),
     "tp2 x cp2": (4, "--tensor-model-parallel-size 2 --context-parallel-size 2 --context-scheme cp"),
@@ -124,15 +125,16 @@ def test_exposed_communication_and_clean_tokens_per_second_are_logged(
     name: str, measured: Callable[[str], Measured]
 ) -> None:
     output = measured(name).run.output
-    rates = re.findall(r"\[csbp\] iteration (\d) \| clean tokens per second: ([\d.]+)", output)
-    assert [int(iteration) for iteration, _ in rates] == list(range(2, ITERATIONS + 1))
+    rates = re.findall(PROGRESS, output)
+    assert [int(iteration) for iteration, _ in rates] == list(range(1, ITERATIONS + 1))
     times = [
         float(time) for time in re.findall(r"iteration +\d+/.* elapsed time per iteration \(ms\): ([\d.]+)", output)
     ]
     tokens = MICRO_BATCHES * SEQUENCE_LENGTH
-    for (_, rate), milliseconds in zip(rates, times[1:], strict=True):
-        # Both count an iteration, from its middle to the next one's and from start to end.
-        assert 0.2 < float(rate) * milliseconds / 1000 / tokens < 5
+    for (_, rate), milliseconds in zip(rates, times, strict=True):
+        assert float(rate) * milliseconds / 1000 == pytest.approx(tokens, rel=0.1)
+    total = re.findall(r"clean tokens: (\d+) \| TFLOP/s per rank: [\d.e+-]+ \|", output)
+    assert total == [str(tokens * iteration) for iteration in range(1, ITERATIONS + 1)]
     exposed = output.count("csbp-exposed-communication ..")
     assert exposed == (0 if name == "one rank" else ITERATIONS)
 
@@ -142,7 +144,7 @@ def test_tensorboard_shows_exposed_communication_and_the_logged_rates(
     name: str, measured: Callable[[str], Measured]
 ) -> None:
     found = measured(name)
-    rates = re.findall(r"\[csbp\] iteration (\d) \| clean tokens per second: ([\d.]+)", found.run.output)
+    rates = re.findall(PROGRESS, found.run.output)
     assert found.scalars["clean-tokens-per-second"] == {
         int(iteration): pytest.approx(float(rate), abs=0.051) for iteration, rate in rates
     }

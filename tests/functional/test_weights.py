@@ -147,7 +147,7 @@ def test_another_model_than_the_import_is_refused(
     other, _ = imported("qwen3")
     run = weights(ranks, "export", "--load", tied, "--to", tmp_path / "export", "--like", other)
     assert run.returncodes == [2]
-    assert "tie_word_embeddings is True and there False" in run.output
+    assert "untie_embeddings_and_output_weights is False and there True" in run.output
     assert not list(tmp_path.iterdir())
 
 

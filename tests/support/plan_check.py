@@ -11,12 +11,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from megatron_csbp.transformer.geometry.needs import Lowering
 from megatron_csbp.transformer.geometry.plan import AttentionPlan, plan_attention
 from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.geometry.sample import IntArray, Sample
 from megatron_csbp.transformer.geometry.scheme import CLEAN, Sharding
 from megatron_csbp.transformer.geometry.tiles import KeySource, MaskKind, Tile
-from megatron_csbp.transformer.geometry.transfers import Lowering, Transfer
+from megatron_csbp.transformer.geometry.transfers import Transfer
 from megatron_csbp.transformer.geometry.visibility import Mask
 from tests.support.written_out_mask import written_out
 

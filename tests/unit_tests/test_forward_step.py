@@ -80,6 +80,7 @@ def test_the_nemotron_loss_is_what_its_formula_says(
         "lm loss": pytest.approx([corrupted + clean, 110], rel=2e-6),
         "diffusion loss": pytest.approx([corrupted / 0.5, 2 * LENGTH - 1], rel=2e-6),
         "ar loss": pytest.approx([clean / 2, weights[:, LENGTH:].count_nonzero().item()], rel=2e-6),
+        "masked fraction": [weights[:, :LENGTH].count_nonzero().item(), 2 * LENGTH - 1],
     }
 
 

@@ -18,10 +18,11 @@ from megatron_csbp.transformer.attention import AttentionContext, block_diffusio
 from megatron_csbp.transformer.communication import PendingWork, Transfers
 from megatron_csbp.transformer.geometry.key_map import gather_slot
 from megatron_csbp.transformer.geometry.layer_plans import layer_plans
+from megatron_csbp.transformer.geometry.needs import Lowering
 from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import CopyKind, Scheme, Sharding
-from megatron_csbp.transformer.geometry.transfers import Lowering, Transfer
+from megatron_csbp.transformer.geometry.transfers import Transfer
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, all_rows, dense_mask
 from megatron_csbp.transformer.kernels import AttentionKernel
 from megatron_csbp.transformer.streams import Waitable, side_stream

@@ -9,10 +9,10 @@ they begin at 0, although not a row was moved after it arrived. An unmasked tile
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megatron_csbp.transformer.geometry.needs import Interval, Lowering
 from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.geometry.scheme import CLEAN
 from megatron_csbp.transformer.geometry.tiles import KeySource
-from megatron_csbp.transformer.geometry.transfers import Interval, Lowering
 
 
 class KeyRun(NamedTuple):

@@ -7,17 +7,11 @@ from functools import cached_property
 from megatron_csbp.transformer.geometry.bands import pieces_of_run, runs_of
 from megatron_csbp.transformer.geometry.batches import Piece, make_tiles
 from megatron_csbp.transformer.geometry.key_map import KeyMap
+from megatron_csbp.transformer.geometry.needs import Interval, Lowering, Needs
 from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.geometry.scheme import CLEAN, CopyKind
 from megatron_csbp.transformer.geometry.tiles import KeySource, Tile
-from megatron_csbp.transformer.geometry.transfers import (
-    Interval,
-    Lowering,
-    Needs,
-    Transfer,
-    clean_transfer,
-    corrupted_transfer,
-)
+from megatron_csbp.transformer.geometry.transfers import Transfer, clean_transfer, corrupted_transfer
 from megatron_csbp.transformer.geometry.visibility import Mask
 
 

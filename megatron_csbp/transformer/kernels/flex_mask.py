@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from megatron_csbp.transformer.geometry.needs import Lowering
 from megatron_csbp.transformer.geometry.plan import AttentionPlan
 from megatron_csbp.transformer.geometry.scheme import CLEAN
 from megatron_csbp.transformer.geometry.tiles import MaskKind, Tile
-from megatron_csbp.transformer.geometry.transfers import Lowering
 from megatron_csbp.transformer.geometry.visibility import visibility
 
 BLOCK = 128

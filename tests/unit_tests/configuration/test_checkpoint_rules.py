@@ -123,6 +123,11 @@ def test_a_checkpoint_without_arguments_is_said_to_be_unchecked(save: Save) -> N
     assert start.notes == ["the checkpoint has no arguments to compare with this run's"]
 
 
+def test_a_checkpoint_without_arguments_still_has_its_iteration(save: Save) -> None:
+    with pytest.raises(ValueError, match=r"has done 10 of --train-iters 5: nothing is left to train. Use --finetune"):
+        check_start(arguments(load=str(save(None)), train_iters=5), FLAGS)
+
+
 def test_nothing_to_load_is_a_start_from_random_weights() -> None:
     assert check_start(arguments(), FLAGS).checkpoint is None
 

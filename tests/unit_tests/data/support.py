@@ -85,7 +85,8 @@ def megatron_args(**changes: Any) -> SimpleNamespace:
     }
     off = (
         "sft fim_data reset_position_ids reset_attention_mask dataloader_inter_document_masking "
-        "hybrid_context_parallel eod_mask_loss multiple_validation_sets full_validation "
+        "hybrid_context_parallel pack_documents csbp_all_blocks eod_mask_loss multiple_validation_sets "
+        "full_validation "
         "dataloader_fast_cache_load dataloader_defer_npy_index_mmap data_sharding exit_signal_handler"
     )
     absent = (

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from megatron_csbp.data import text_pieces, text_sources, text_tokenizer
-from megatron_csbp.data.text_pieces import EncodedPiece, encode_in_pieces
+from megatron_csbp.data.text_pieces import EncodedPiece, Ids, encode_in_pieces
 from megatron_csbp.data.text_tokenizer import TextTokenizer
 
 TEXT = "".join(Path(module.__file__).read_text() for module in (text_pieces, text_sources, text_tokenizer))
@@ -63,9 +64,12 @@ def test_a_tokenizer_cuts_what_is_longer_than_a_piece(monkeypatch: pytest.Monkey
     tokenizer = TextTokenizer("test", trained(PRE_TOKENIZERS["byte level"]), 400, None)
     whole = tokenizer.encode(TEXT)
     asked: list[str] = []
+
+    def in_pieces(text: str, encode: Callable[[str], EncodedPiece]) -> Ids:
+        asked.append(text)
+        return encode(text).ids
+
     monkeypatch.setattr(text_tokenizer, "PIECE_CHARACTERS", 100)
-    monkeypatch.setattr(
-        text_tokenizer, "encode_in_pieces", lambda text, encode: asked.append(text) or encode(text).ids
-    )
+    monkeypatch.setattr(text_tokenizer, "encode_in_pieces", in_pieces)
     np.testing.assert_array_equal(tokenizer.encode(TEXT), whole)
     assert asked == [TEXT]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_csbp.transformer.attention import AttentionContext
+from megatron_csbp.transformer.geometry.needs import Lowering
 from megatron_csbp.transformer.geometry.plan import plan_attention
 from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme
-from megatron_csbp.transformer.geometry.transfers import Lowering
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, WindowAnchor
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, attend_on_group, gradients_on_group, plain
 from tests.support.simulated_group import SimulatedCollectives

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron_csbp.transformer.communication import ContextGroupExchange
 from megatron_csbp.transformer.geometry.key_map import gather_slot
+from megatron_csbp.transformer.geometry.needs import Lowering
 from megatron_csbp.transformer.geometry.scheme import CLEAN, BlockAssignment, CopyKind, Scheme
-from megatron_csbp.transformer.geometry.transfers import Lowering, row_bytes
+from megatron_csbp.transformer.geometry.transfers import row_bytes
 from megatron_csbp.transformer.geometry.visibility import WindowAnchor
 from megatron_csbp.transformer.traffic_ledger import (
     Collective,

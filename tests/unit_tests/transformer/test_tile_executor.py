@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_csbp.transformer import tile_executor
+from megatron_csbp.transformer.geometry import tiles
 from megatron_csbp.transformer.geometry.tiles import MaskKind, RowPattern, Tile
 from megatron_csbp.transformer.kernels.reference import ReferenceKernel
 from megatron_csbp.transformer.tile_executor import Gradients, KeyValue, Merged, QuerySide, TileExecutor
@@ -124,8 +124,8 @@ def test_query_heads_folded_into_rows_give_the_same(
             return super().forward(query, *rest, causal=causal, scale=scale)
 
     results = []
-    for most in (tile_executor._MOST_FOLDED_ROWS, 0):
-        monkeypatch.setattr(tile_executor, "_MOST_FOLDED_ROWS", most)
+    for most in (tiles.MOST_FOLDED_ROWS, 0):
+        monkeypatch.setattr(tiles, "MOST_FOLDED_ROWS", most)
         executor, merged = TileExecutor(Spy(), SCALE), empty_results(query)
         executor.forward(tile, query, keys, merged)
         grads = Gradients(torch.zeros_like(query), KeyValue(*(torch.zeros_like(t) for t in keys)))
@@ -152,7 +152,7 @@ def test_the_last_tile_of_rows_writes_the_output_dtype(micro_batch_size: int) ->
 
 
 def test_views_are_passed_to_the_kernel_without_copies_for_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_executor, "_MOST_FOLDED_ROWS", 0)
+    monkeypatch.setattr(tiles, "MOST_FOLDED_ROWS", 0)
     query, keys, _ = tensors(1)
     seen: list[Tensor] = []
 

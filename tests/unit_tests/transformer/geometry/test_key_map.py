@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_csbp.transformer.geometry.key_map import KeyMap, gather_slot
+from megatron_csbp.transformer.geometry.needs import Lowering
 from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import CLEAN, BlockAssignment, Scheme, Sharding
 from megatron_csbp.transformer.geometry.tiles import KeySource
-from megatron_csbp.transformer.geometry.transfers import Lowering
 
 CSBP = Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL
 
@@ -67,11 +67,11 @@ def test_with_ranges_held_chunks_are_local_and_the_rest_lies_in_the_order_of_pos
 
 
 def test_runs_that_lie_side_by_side_are_one_even_if_positions_do_not_follow() -> None:
-    """Contiguous chunks 0 and 1 of rank 0 lie in slots 2 and 0: the buffer holds the second one first."""
+    """Contiguous chunks 0 and 1 of rank 0 lie in slots 2 and 0, and chunk 2 in slot 3, next to chunk 0."""
     rows = RankRows(Sample(16, 2), Sharding(2, CSBP, BlockAssignment.CONTIGUOUS), 1)
     keys = KeyMap(rows, Lowering.ALL_GATHER)
     assert [(run.row, run.length) for run in keys.in_order(0, 8, 8)] == [(8, 4), (0, 4)]
-    assert [(run.row, run.length) for run in keys.anywhere(0, 12)] == [(0, 12)]
+    assert [(run.row, run.length) for run in keys.anywhere(0, 12)] == [(0, 4), (8, 8)]
 
 
 @pytest.mark.parametrize("sharding", [Sharding(), Sharding(2, Scheme.BLOCK_PARALLEL)], ids=str)

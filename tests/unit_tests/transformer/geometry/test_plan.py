@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_csbp.transformer.geometry.needs import Lowering, Needs
 from megatron_csbp.transformer.geometry.plan import AttentionPlan, plan_attention
 from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import BlockAssignment, CopyKind, Scheme, Sharding
 from megatron_csbp.transformer.geometry.tiles import KeySource
-from megatron_csbp.transformer.geometry.transfers import Lowering, Needs, clean_transfer
+from megatron_csbp.transformer.geometry.transfers import clean_transfer
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, WindowAnchor, allowed_pairs
 from tests.support.geometry_cases import SCHEMES, groups
 from tests.support.plan_check import Group, arrives, check_group, check_tiles, computed_pairs, whole_rows
