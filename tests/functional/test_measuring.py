@@ -164,7 +164,9 @@ def test_a_run_that_only_evaluates_has_a_ledger_of_it(ranks: Ranks, tmp_path: Pa
     assert sum(line["remote_bytes"] for line in lines) == 4 * 2 * UNIT * sum(line["forward_steps"] for line in lines)
 
 
-@pytest.mark.parametrize("topology", ["--bp-size 2 --context-parallel-size 2", "--context-parallel-size 2"])
+@pytest.mark.parametrize(
+    "topology", ["--bp-size 2 --context-parallel-size 2", "--context-parallel-size 2 --context-scheme cp"]
+)
 def test_gated_delta_nets_move_what_their_closed_form_says(topology: str, ranks: Ranks, tmp_path: Path) -> None:
     """Two of the three delta nets run again in the backward pass."""
     flags = [*HYBRID, *BLOCK_DIFFUSION, *words(topology), *iterations(1, evaluate=True)]

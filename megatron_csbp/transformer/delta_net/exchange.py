@@ -59,7 +59,8 @@ class ContextGroupChunkExchange:
             self.ledger.add(CopyKind.CLEAN, Collective.GATHER, direction, everyones.nbytes, remote_bytes, content)
         with annotate("gather", content):
             works = side_stream(own.device).launch(
-                lambda: start_all_gathers([(everyones, own)], self._group, coalesce=False), (everyones, own)
+                lambda async_op: start_all_gathers([(everyones, own)], self._group, coalesce=False, async_op=async_op),
+                (everyones, own),
             )
             if self.clock is not None:
                 self.clock.start()

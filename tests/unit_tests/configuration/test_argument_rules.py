@@ -379,6 +379,10 @@ def test_accepts(case: str) -> None:
             "--micro-batch-size 1 --tensor-model-parallel-size 3 --sequence-parallel",
             "--diffusion-block-size 8 must be a multiple of --tensor-model-parallel-size 3, for example 9",
         ),
+        (
+            f"--micro-batch-size 1 {DELTA_NETS} --linear-attention-freq 4 --context-scheme cp --context-parallel-size 2",
+            "--context-scheme cp with --experimental-attention-variant gated_delta_net.*Use --bp-size 2 for CSBP",
+        ),
     ],
 )
 def test_samples_with_geometries_of_their_own_come_one_by_one(flags: str, said: str) -> None:

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from megatron_csbp.reporting.memory_meter import SavedActivations
+from megatron_csbp.tools.memory_meter import SavedActivations
 
 from megatron_csbp.transformer.delta_net.delta_rule import DeltaHeads
 from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme
