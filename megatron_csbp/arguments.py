@@ -130,6 +130,11 @@ def is_block_diffusion(args: Namespace) -> bool:
     return args.diffusion_block_size is not None
 
 
+def has_delta_nets(args: Namespace) -> bool:
+    """Return whether some layers of the model are gated delta nets."""
+    return getattr(args, "experimental_attention_variant", None) == "gated_delta_net"
+
+
 def prepare_before_validation(args: Namespace, given: frozenset[str]) -> list[Change]:
     """Check our rules and set what Megatron's own validation has to see. Call before Megatron's `validate_args`.
 
@@ -202,7 +207,12 @@ _static_sample = lru_cache(maxsize=8)(Sample)
 
 def sharding(args: Namespace) -> Sharding:
     """Return how the flags spread a sample over the context group."""
-    return Sharding(args.context_parallel_size, Scheme(args.diffusion_scheme), BlockAssignment(args.block_assignment))
+    return Sharding(
+        args.context_parallel_size,
+        Scheme(args.diffusion_scheme),
+        BlockAssignment(args.block_assignment),
+        keeps_blocks_home=has_delta_nets(args),
+    )
 
 
 def masks(args: Namespace) -> tuple[Mask, ...]:

@@ -20,6 +20,7 @@ from megatron_csbp.parallel_state_ext import (
 )
 from megatron_csbp.transformer.core_attention import BlockDiffusionSettings, CSBPCoreAttention
 from megatron_csbp.transformer.corrupted_rows import CorruptedRows
+from megatron_csbp.transformer.delta_net.layer_specs import check_mixers, local_hybrid_spec, with_delta_net
 from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.last_layer import holds_last_layer, last_layer_spec
 from megatron_csbp.transformer.layer_specs import with_core_attention
@@ -57,6 +58,7 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
         """Build one stage; see `GPTModelBuilder.build_model`."""
         self._model_config.transformer_layer_spec = functools.partial(self._layer_spec, pg_collection=pg_collection)
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        check_mixers(model)
         if hasattr(model, "rotary_pos_emb"):
             rows = self._settings.plans(pg_collection.cp.rank()).rows
             model.rotary_pos_emb = RowRotaryEmbedding(model.rotary_pos_emb, rows)
@@ -86,21 +88,23 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
     def _layer_spec(
         self, config: GPTModelConfig, vp_stage: int | None = None, *, pg_collection: ProcessGroupCollection
     ) -> Any:
-        """Return the stock spec with our core attention and, in the local spec, a norm that allows SP."""
+        """Return the stock spec with our mixers and, in the local spec, norms that PyTorch lacks."""
         drops_clean_rows = self._settings.last_layer_drops_clean_rows
         spec = self._stock_spec
         if spec is None:
-            spec = default_layer_spec(config, vp_stage)
+            spec = self._default_layer_spec(config, vp_stage, pg_collection.pp.rank())
         elif not isinstance(spec, ModuleSpec) and callable(spec):
             takes_stage = "vp_stage" in inspect.signature(spec).parameters
             spec = spec(config, vp_stage=vp_stage) if takes_stage else spec(config)
-        if config.transformer.sequence_parallel or drops_clean_rows or pg_collection.pp.size() > 1:
+        needs_own_norm = config.transformer.sequence_parallel or config.transformer.layernorm_zero_centered_gamma
+        if needs_own_norm or drops_clean_rows or pg_collection.pp.size() > 1:
             # As a block spec, since only that names the final norm, and has a last layer of its own.
             spec = megatron_compat.block_submodules(config.transformer, spec, vp_stage, pg_collection.pp.rank())
             if not spec.layer_specs:
                 return spec  # a pipeline stage without decoder layers
-        if config.transformer.sequence_parallel:
+        if needs_own_norm:
             spec = with_sequence_parallel_norm(spec)
+        spec = with_delta_net(spec, self._settings)
         core_attention = functools.partial(CSBPCoreAttention, settings=self._settings)
         spec = with_core_attention(spec, core_attention)
         if drops_clean_rows and holds_last_layer(config.transformer, spec, vp_stage, pg_collection.pp.rank()):
@@ -110,3 +114,12 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
             core_attention = functools.partial(core_attention, drops_clean_rows=True)
             spec.layer_specs = [*others, last_layer_spec(last, core_attention, rows)]
         return spec
+
+    @staticmethod
+    def _default_layer_spec(config: GPTModelConfig, vp_stage: int | None, pipeline_rank: int) -> Any:
+        """Return Megatron's default spec, and of models with gated delta nets also the local one that it lacks."""
+        transformer = config.transformer
+        variant = transformer.experimental_attention_variant
+        if variant == "gated_delta_net" and transformer.transformer_impl == "local":
+            return local_hybrid_spec(transformer, vp_stage, pipeline_rank)
+        return default_layer_spec(config, vp_stage)

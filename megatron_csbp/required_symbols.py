@@ -186,6 +186,50 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "threshold context",
         "--check-for-spiky-loss",
     ),
+    ("megatron.core.ssm.gated_delta_net.GatedDeltaNet._setup_variant_attrs", "", "gated delta nets"),
+    ("megatron.core.ssm.gated_delta_net.common.HAVE_FLA", "", "gated delta nets without fla"),
+    (
+        "megatron.core.models.gpt.experimental_attention_variant_module_specs.get_linear_attention_pattern",
+        "config",
+        "gated delta nets with the local spec",
+    ),
+    (
+        "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_layer_specs",
+        "config use_transformer_engine normalization qk_l2_norm",
+        "gated delta nets with the local spec",
+    ),
+    ("megatron.core.transformer.transformer_block.TransformerBlockSubmodules", "", "gated delta nets, local spec"),
+    ("megatron.core.transformer.enums.LayerType", "", "gated delta nets, local spec"),
+    (
+        "megatron.core.transformer.transformer_layer.get_transformer_layer_offset",
+        "config vp_stage pp_rank",
+        "gated delta nets with the local spec",
+    ),
+    (
+        "megatron.core.transformer.transformer_block.get_num_layers_to_build",
+        "config vp_stage pp_rank",
+        "gated delta nets with the local spec",
+    ),
+    (
+        "megatron.core.ssm.gated_delta_net.common._build_head_perm_for_split_sections",
+        "split_sections cp_size device",
+        "gated delta nets of the CP baseline",
+    ),
+    (
+        "megatron.core.ssm.gated_delta_net.common.tensor_a2a_cp2hp",
+        "seq_dim head_dim cp_group undo_attention_load_balancing",
+        "gated delta nets of the CP baseline",
+    ),
+    (
+        "megatron.core.ssm.gated_delta_net.common.tensor_a2a_hp2cp",
+        "seq_dim head_dim cp_group redo_attention_load_balancing",
+        "gated delta nets of the CP baseline",
+    ),
+    (
+        "megatron.core.ssm.gated_delta_net.common.get_parameter_local_cp",
+        "dim cp_group split_sections",
+        "gated delta nets of the CP baseline",
+    ),
     ("megatron.core.utils.get_model_config", "model", "the end of an iteration"),
     (
         "megatron.core.model_parallel_config.ModelParallelConfig.finalize_model_grads_func",

@@ -189,6 +189,8 @@ def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
         grad_reduce_dtype=GRAD_REDUCE_DTYPES[args.csbp_grad_reduce_dtype],
         last_layer_drops_clean_rows=args.csbp_whole_last_layer is None,
         query_scale=query_scale(args.query_scale_beta, args.yarn_original_max_position_embeddings),
+        delta_net_backend=args.csbp_delta_net_backend,
+        delta_net_state_bytes=args.csbp_delta_net_state_mib * 2**20,
     )
 
     def check(models: list[Any], pipeline_group: Any) -> None:

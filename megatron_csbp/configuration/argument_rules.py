@@ -10,7 +10,7 @@ import re
 from argparse import Namespace
 
 from megatron_csbp.configuration.file_rules import check_folders, check_ledger, check_tokenizer_folder
-from megatron_csbp.configuration.model_rules import check_heads, check_recomputation, check_world_size
+from megatron_csbp.configuration.model_rules import check_delta_net, check_heads, check_recomputation, check_world_size
 from megatron_csbp.configuration.objective_flags import check_objective, num_views
 from megatron_csbp.configuration.packing_rules import check_packing
 from megatron_csbp.configuration.performance_arguments import check_head_groups, check_loss_chunk_rows
@@ -38,6 +38,8 @@ _OWN_FLAGS = (
     "--csbp-head-groups",
     "--csbp-grad-reduce-dtype",
     "--csbp-loss-chunk-rows",
+    "--csbp-delta-net-backend",
+    "--csbp-delta-net-state-mib",
     "--csbp-ledger",
     "--csbp-timing",
 )
@@ -64,6 +66,7 @@ def check_before_megatron(args: Namespace, given: frozenset[str]) -> None:
         check_recomputation,
         check_views,
         check_window,
+        check_delta_net,
         check_length,
         check_sequence_parallel_rows,
         check_mask_token,

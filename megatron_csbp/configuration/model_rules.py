@@ -78,3 +78,46 @@ def check_recomputation(args: Namespace) -> None:
             "--recompute-modules mlp hangs in the backward pass of Megatron 0.19 where the linear layers have biases; "
             "use --disable-bias-linear, or --recompute-modules core_attn."
         )
+
+
+def check_delta_net(args: Namespace) -> None:
+    """Gated delta nets: all that they need is given, and their heads divide as Megatron divides them."""
+    if args.experimental_attention_variant != "gated_delta_net":
+        if args.linear_attention_freq is not None:
+            raise ValueError(
+                f"--linear-attention-freq {args.linear_attention_freq} says which layers are linear attention, but "
+                "not of which kind; add --experimental-attention-variant gated_delta_net, or leave it out."
+            )
+        return
+    if args.linear_attention_freq is None:
+        raise ValueError(
+            "--experimental-attention-variant gated_delta_net needs --linear-attention-freq; 4 makes three of four "
+            "layers gated delta nets, as Qwen3.5 has them."
+        )
+    if not args.swiglu:
+        raise ValueError(
+            "--experimental-attention-variant gated_delta_net needs --swiglu: its layers have the activation of the "
+            "MLP, and that must be SiLU."
+        )
+    if args.csbp_delta_net_state_mib < 1:
+        raise ValueError(
+            f"--csbp-delta-net-state-mib {args.csbp_delta_net_state_mib} must be at least 1; 256 is the default."
+        )
+    if "gdn_norm_out" in (args.recompute_modules or ()):
+        raise ValueError(
+            "--recompute-modules gdn_norm_out is not supported with --diffusion-block-size; use core_attn or mlp, or "
+            "--recompute-granularity full."
+        )
+    group_size = max(args.context_parallel_size, args.block_parallel_size)
+    shares = args.tensor_model_parallel_size * group_size
+    for flag, heads in (
+        ("--linear-num-key-heads", args.linear_num_key_heads),
+        ("--linear-num-value-heads", args.linear_num_value_heads),
+    ):
+        if heads % shares:
+            works = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+            raise ValueError(
+                f"{flag} {heads} must be a multiple of tensor- times context-parallel size, which is {shares}: "
+                "Megatron 0.19 demands it of every model with gated delta nets; sizes whose product is one of "
+                f"{works} work."
+            )

@@ -18,6 +18,9 @@ from megatron_csbp.transformer.traffic_ledger import Collective
 _LEAST_CHUNK_ROWS = 512
 _CHUNK_BYTES = 2**29
 
+DELTA_NET_BACKENDS = ("auto", "fla", "torch")
+"""Values of `--csbp-delta-net-backend`."""
+
 GRAD_REDUCE_ITEMSIZES = {"bf16": 2, "fp32": 4}
 """Values of `--csbp-grad-reduce-dtype` and their bytes for each element."""
 
@@ -50,6 +53,22 @@ def add_performance_arguments(group: ArgumentParser | argparse._ArgumentGroup) -
         help="Rows whose logits exist at a time. A micro-batch with more rows with loss computes their logits in "
         "chunks, and a second time in the backward pass. 0: all rows at once. Default: as many as have 512 MiB of "
         "fp32 logits, and at least 512.",
+    )
+    group.add_argument(
+        "--csbp-delta-net-backend",
+        choices=DELTA_NET_BACKENDS,
+        default="auto",
+        help="Kernels of gated delta nets. auto is torch on a CPU and with --deterministic-mode, and else fla, which "
+        "must then be installed (pip install 'megatron-csbp[fla]').",
+    )
+    group.add_argument(
+        "--csbp-delta-net-state-mib",
+        type=int,
+        default=256,
+        metavar="MIB",
+        help="States of a gated delta net that are alive at a time, on one rank. A rank whose layer has more computes "
+        "its chunks segment by segment, and each segment again in the backward pass; states of one step (a block of "
+        "each chunk) are always alive.",
     )
 
 
@@ -137,6 +156,18 @@ def recomputes_attention(args: Namespace) -> bool:
     if args.recompute_granularity == "selective":
         return "core_attn" in (args.recompute_modules or ["core_attn"])
     return args.recompute_granularity is not None
+
+
+def recomputes_layer(args: Namespace, index: int) -> bool:
+    """Return whether a whole layer runs again in the backward pass.
+
+    Args:
+        args: validated arguments.
+        index: number of the layer among those of its pipeline stage (or part of one), from 0.
+    """
+    if args.recompute_granularity != "full":
+        return False
+    return bool(args.recompute_method == "uniform" or index < args.recompute_num_layers)
 
 
 def local_key_value_heads(args: Namespace) -> int:

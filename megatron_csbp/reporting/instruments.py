@@ -6,17 +6,20 @@ pass tells them that an iteration is over.
 """
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_csbp import megatron_compat, megatron_reporting
+from megatron_csbp.configuration.performance_arguments import recomputes_layer
 from megatron_csbp.reporting.progress_report import ProgressReport
 from megatron_csbp.reporting.timing_report import TimingReport
 from megatron_csbp.reporting.traffic_report import TrafficReport
 from megatron_csbp.transformer.core_attention import CSBPCoreAttention
+from megatron_csbp.transformer.delta_net.layer import BlockDiffusionGatedDeltaNet
 from megatron_csbp.transformer.geometry.layer_plans import LayerPlans
+from megatron_csbp.transformer.traffic_ledger import Volumes
 
 
 @dataclass
@@ -32,7 +35,7 @@ class Instruments:
     traffic: TrafficReport | None
     timing: TimingReport | None
     progress: ProgressReport
-    _chunks: dict[int, list[CSBPCoreAttention]] = field(default_factory=dict)
+    _chunks: dict[int, list[CSBPCoreAttention | BlockDiffusionGatedDeltaNet]] = field(default_factory=dict)
     _hooked: bool = False
 
     def before_micro_batch(self, model: Any, args: Namespace, plans: LayerPlans) -> None:
@@ -51,18 +54,22 @@ class Instruments:
             megatron_reporting.call_after_backward(model, self._end_iteration)
             self._hooked = True
         if self.traffic is not None:
-            of_layers = [
-                (layer.layer_number, layer.plan(plans, drops_clean_rows=layer.drops_clean_rows())) for layer in layers
+            attention = [
+                (layer.layer_number, layer.plan(plans, drops_clean_rows=layer.drops_clean_rows()))
+                for layer in layers
+                if isinstance(layer, CSBPCoreAttention)
             ]
-            self.traffic.expect_micro_batch(of_layers, args, training=model.training)
+            others = _delta_net_volumes(layers, plans, args, training=model.training)
+            self.traffic.expect_micro_batch(attention, args, training=model.training, others=others)
 
     def count_loss_rows(self, rows: int) -> None:
         """Tell the instruments how many rows of a training micro-batch carry loss on this rank."""
         self.progress.count_loss_rows(rows)
 
-    def _attach(self, model: Any) -> list[CSBPCoreAttention]:
-        """Hand the ledger and the clock to every attention layer of a stage."""
-        layers = [module for module in model.modules() if isinstance(module, CSBPCoreAttention)]
+    def _attach(self, model: Any) -> list[CSBPCoreAttention | BlockDiffusionGatedDeltaNet]:
+        """Hand the ledger and the clock to every layer of a stage that exchanges."""
+        kinds = CSBPCoreAttention | BlockDiffusionGatedDeltaNet
+        layers = [module for module in model.modules() if isinstance(module, kinds)]
         for layer in layers:
             layer.observe(
                 None if self.traffic is None else self.traffic.ledger,
@@ -84,6 +91,28 @@ class Instruments:
         self.progress.say(megatron_reporting.arguments(), with_writers=False)
         if self.traffic is not None:
             self.traffic.close()
+
+
+def _delta_net_volumes(
+    layers: Sequence[CSBPCoreAttention | BlockDiffusionGatedDeltaNet],
+    plans: LayerPlans,
+    args: Namespace,
+    *,
+    training: bool,
+) -> list[Volumes]:
+    """Return what each gated delta net of a stage has to exchange for one micro-batch."""
+    size = args.micro_batch_size if training else args.eval_micro_batch_size or args.micro_batch_size
+    first = min((layer.layer_number for layer in layers), default=1)
+    return [
+        layer.expected_volumes(
+            layer.rows(plans),
+            size,
+            training=training,
+            recomputed=recomputes_layer(args, layer.layer_number - first),
+        )
+        for layer in layers
+        if isinstance(layer, BlockDiffusionGatedDeltaNet)
+    ]
 
 
 @contextmanager

@@ -8,20 +8,26 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from megatron_csbp import megatron_compat
-from megatron_csbp.arguments import is_block_diffusion, masks, static_plans
+from megatron_csbp.arguments import has_delta_nets, is_block_diffusion, masks, static_plans
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import Start
-from megatron_csbp.configuration.performance_arguments import exchange_bytes, local_key_value_heads
+from megatron_csbp.configuration.performance_arguments import (
+    exchange_bytes,
+    local_key_value_heads,
+    recomputes_layer,
+)
 from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.reporting.kernel_summary import attention_kernel_lines, head_shape
 from megatron_csbp.reporting.mask_token import mask_token_lines
 from megatron_csbp.reporting.model_flops import ModelFlops
+from megatron_csbp.transformer.delta_net.kernels import select_delta_kernel
+from megatron_csbp.transformer.delta_net.traffic import DeltaNetSizes, layer_volumes
 from megatron_csbp.transformer.geometry.layer_plans import LayerPlans
 from megatron_csbp.transformer.geometry.plan import AttentionPlan
 from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.geometry.scheme import CopyKind, Scheme
 from megatron_csbp.transformer.kernels import AttentionKernel, checked_kernel
-from megatron_csbp.transformer.traffic_ledger import Collective
+from megatron_csbp.transformer.traffic_ledger import Collective, total
 
 _MAX_RANKS_SHOWN = 8
 
@@ -100,6 +106,8 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
         lines.append(f"    ... and so on ({sharding.assignment})")
     lines.extend(_traffic_line(args, plans.plan(mask)) for mask in masks(args))
     lines.append(_exchange_line(args))
+    if has_delta_nets(args):
+        lines.append(_delta_net_line(args, runtime, rows))
     lines.append(_last_layer_line(args))
     lines.append(_flops_line(args))
     if args.hidden_dropout:
@@ -163,6 +171,31 @@ def _exchange_line(args: Namespace) -> str:
     return (
         f"  exchange: {local_key_value_heads(args)} key/value heads of a rank in {args.csbp_head_groups} group(s), "
         f"gradients in {dtype}; loss: at most {args.csbp_loss_chunk_rows or 'all'} rows of logits at a time"
+    )
+
+
+def _delta_net_line(args: Namespace, runtime: RuntimeInfo, rows: RankRows) -> str:
+    """Say how delta nets run, and refuse kernels that are not there."""
+    kernel = select_delta_kernel(
+        args.csbp_delta_net_backend,
+        torch.device("cpu" if runtime.device == "cpu" else "cuda"),
+        args.deterministic_mode,
+    )
+    sizes = DeltaNetSizes(
+        key_heads=args.linear_num_key_heads // args.tensor_model_parallel_size,
+        value_heads=args.linear_num_value_heads // args.tensor_model_parallel_size,
+        key_dim=args.linear_key_head_dim,
+        value_dim=args.linear_value_head_dim,
+        look_back=args.linear_conv_kernel_dim - 1,
+        row_itemsize=args.params_dtype.itemsize,
+    )
+    recomputed = recomputes_layer(args, 0)
+    volumes = layer_volumes(1, rows, sizes, args.micro_batch_size, training=True, recomputed=recomputed)
+    mebibytes = total(volumes.values()).remote_bytes / 2**20
+    return (
+        f"  gated delta nets: {kernel.name} (--csbp-delta-net-backend {args.csbp_delta_net_backend}); "
+        f"{mebibytes:.2f} MiB from other ranks per layer, rank and micro-batch; at most "
+        f"{args.csbp_delta_net_state_mib} MiB of states alive at a time"
     )
 
 

@@ -84,7 +84,12 @@ class TrafficReport:
         self._iteration = 0
 
     def expect_micro_batch(
-        self, layers: Sequence[tuple[int, AttentionPlan]], args: Namespace, *, training: bool
+        self,
+        layers: Sequence[tuple[int, AttentionPlan]],
+        args: Namespace,
+        *,
+        training: bool,
+        others: Sequence[Volumes] = (),
     ) -> None:
         """Enter what a stage has to exchange for the micro-batch that it is about to run.
 
@@ -92,6 +97,7 @@ class TrafficReport:
             layers: number and plan of each attention layer.
             args: Megatron's validated arguments.
             training: whether a backward pass follows.
+            others: what each layer without attention has to exchange.
         """
         # Validation has begun or is over; a training iteration has been written by then.
         if training != self._training:
@@ -100,8 +106,9 @@ class TrafficReport:
         # With --skip-train there is no current iteration.
         self._iteration = getattr(args, "curr_iteration", args.iteration - 1) + 1
         self._forward_steps += 1
-        for layer, plan in layers:
-            for transfer, volume in closed_form(args, plan, layer, training=training).items():
+        forms = [closed_form(args, plan, layer, training=training) for layer, plan in layers]
+        for form in (*forms, *others):
+            for transfer, volume in form.items():
                 self._expected.add(transfer, volume)
 
     def end_iteration(self, iteration: int) -> None:
@@ -145,7 +152,8 @@ class TrafficReport:
         layers = len({transfer.layer for transfer in self._expected.volumes})
         lines.append(
             "  closed form: 2 x K x D x itemsize x micro-batch size for each row that the plan exchanges, (P-1)/P x L "
-            f"rows of a copy where all is gathered; {layers} exchanging layers on this rank"
+            "rows of a copy where all is gathered, for delta nets see docs/design.md; "
+            f"{layers} exchanging layers on this rank"
         )
         verdict = "agree exactly" if self.agrees else "DISAGREE"
         lines.append(f"  measured and closed form {verdict}, byte for byte in every layer")

@@ -50,6 +50,8 @@ class BlockDiffusionSettings:
         grad_reduce_dtype: dtype in which key and value gradients cross a link; None: dtype of the keys.
         last_layer_drops_clean_rows: whether clean rows end at their keys and values in the last layer, in training.
         query_scale: scale of queries by position, if the model has one.
+        delta_net_backend: value of `--csbp-delta-net-backend`.
+        delta_net_state_bytes: bound on the states that a delta-net layer has alive at a time.
     """
 
     sample: Sample
@@ -61,6 +63,8 @@ class BlockDiffusionSettings:
     grad_reduce_dtype: torch.dtype | None = None
     last_layer_drops_clean_rows: bool = False
     query_scale: QueryScale | None = None
+    delta_net_backend: str = "auto"
+    delta_net_state_bytes: int = 256 * 2**20
 
     def plans(self, rank: int) -> LayerPlans:
         """Return the plans of one rank for a sample that carries none of its own."""

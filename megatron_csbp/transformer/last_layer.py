@@ -73,7 +73,9 @@ def holds_last_layer(
     if not block.layer_specs or first + len(block.layer_specs) != config.num_layers:
         return False
     spec = block.layer_specs[-1]
-    return spec.module is TransformerLayer and isinstance(spec.submodules.self_attn_bda, types.FunctionType)
+    attends = hasattr(getattr(spec.submodules.self_attention, "submodules", None), "core_attention")
+    is_stock = spec.module is TransformerLayer and isinstance(spec.submodules.self_attn_bda, types.FunctionType)
+    return attends and is_stock
 
 
 def last_layer_spec(spec: ModuleSpec, core_attention: Callable[..., Any], corrupted_rows: CorruptedRows) -> ModuleSpec:

@@ -6,9 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
 
 def with_core_attention[T](spec: T, core_attention: Callable[..., Any]) -> T:
     """Return a deep copy of a layer or block spec in which every self attention has this core attention.
+
+    Gated delta nets stay; see `delta_net.layer_specs`.
 
     Args:
         spec: a Megatron `ModuleSpec` of a layer, or `TransformerBlockSubmodules` (dense, MoE, local, Transformer
@@ -17,7 +21,8 @@ def with_core_attention[T](spec: T, core_attention: Callable[..., Any]) -> T:
             passes.
 
     Raises:
-        ValueError: the spec has no core attention, so nothing would attend under the block-diffusion mask.
+        ValueError: the spec has neither core attention nor gated delta nets, so nothing would know the copies of a
+            sequence.
     """
     spec = copy.deepcopy(spec)
     if not _replace(spec, core_attention):
@@ -33,9 +38,12 @@ def _replace(node: Any, core_attention: Callable[..., Any]) -> int:
         return 0
     replaced = 0
     for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
         if field.name == "core_attention":
             setattr(node, field.name, core_attention)
             replaced += 1
+        elif isinstance(value, type) and issubclass(value, GatedDeltaNet):
+            replaced += 1
         else:
-            replaced += _replace(getattr(node, field.name), core_attention)
+            replaced += _replace(value, core_attention)
     return replaced

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms for Megatron's local layer specs that work under sequence parallelism.
+"""Norms for Megatron's local layer specs that work under sequence parallelism, and with a zero-centred weight.
 
 Megatron's ``WrappedTorchNorm`` refuses sequence parallelism, although PyTorch's norms only lack a mark: each rank sees
 its own rows, so the gradients of the norm's parameters have to be summed over the tensor-parallel group, and Megatron
 does that for parameters marked ``sequence_parallel``.
+
+With ``--apply-layernorm-1p`` the weight is stored without the 1 around which it lies, as Transformer Engine does it
+and as the checkpoints of Gemma and Qwen3.5 have it.
 """
 
 import copy
@@ -11,17 +14,50 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from megatron_csbp import megatron_compat
 
-_NORMS: dict[str, type[torch.nn.Module]] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+
+class ZeroCentredRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm that scales by 1 + weight; the weight starts at 0."""
+
+    def reset_parameters(self) -> None:
+        """Starts as the identity scale."""
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+class ZeroCentredLayerNorm(torch.nn.LayerNorm):
+    """LayerNorm that scales by 1 + weight; weight and bias start at 0."""
+
+    def reset_parameters(self) -> None:
+        """Starts as the identity scale."""
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        return F.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
+
+
+_NORMS: dict[str, tuple[type[torch.nn.Module], type[torch.nn.Module]]] = {
+    "LayerNorm": (torch.nn.LayerNorm, ZeroCentredLayerNorm),
+    "RMSNorm": (torch.nn.RMSNorm, ZeroCentredRMSNorm),
+}
+"""Each norm, and the same with a zero-centred weight."""
 
 
 class SequenceParallelNorm:
     """PyTorch's LayerNorm or RMSNorm with parameters marked for sequence parallelism.
 
     A drop-in for Megatron's ``WrappedTorchNorm``: the same arguments, module class, state-dict keys and numbers. Like
-    it, this class builds a plain PyTorch module and has no instances.
+    it, this class builds a plain PyTorch module and has no instances. With ``layernorm_zero_centered_gamma``, which
+    ``WrappedTorchNorm`` refuses, it builds the norm with a zero-centred weight.
 
     Args:
         config: Megatron's ``TransformerConfig``.
@@ -36,7 +72,8 @@ class SequenceParallelNorm:
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:  # type: ignore[misc]
         """Builds the norm."""
         _check(config)
-        norm = _NORMS[config.normalization](normalized_shape=hidden_size, eps=eps)
+        norm_class = _NORMS[config.normalization][bool(config.layernorm_zero_centered_gamma)]
+        norm = norm_class(normalized_shape=hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
@@ -48,8 +85,6 @@ def _check(config: Any) -> None:
             f"--normalization {config.normalization}: the local layer spec has {' and '.join(_NORMS)}; "
             "--normalization RMSNorm works"
         )
-    if config.layernorm_zero_centered_gamma:
-        raise ValueError("--apply-layernorm-1p: PyTorch's norms have no zero-centred weight; leave the flag out")
     if config.persist_layer_norm:
         raise ValueError("persistent layer norm is an Apex kernel; --no-persist-layer-norm works with the local spec")
     if config.memory_efficient_layer_norm:

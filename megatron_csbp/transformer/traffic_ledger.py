@@ -13,6 +13,16 @@ class Collective(StrEnum):
 
     GATHER = "gather"
     REDUCE_SCATTER = "reduce-scatter"
+    ALL_TO_ALL = "all-to-all"
+
+
+class Content(StrEnum):
+    """What an exchange carries."""
+
+    KEY_VALUE = "K/V"
+    STATE_MAPS = "state maps"
+    CONVOLUTION_ROWS = "convolution rows"
+    HEADS = "rows by heads"
 
 
 class Direction(StrEnum):
@@ -28,19 +38,23 @@ class Entry:
 
     Attributes:
         layer: number of the decoder layer, from 1.
-        copies: the copies whose keys and values, or their gradients, travel.
+        copies: the copies whose tensors, or their gradients, travel.
         collective: what is done with them.
         direction: the pass.
+        content: what they are.
     """
 
     layer: int
     copies: CopyKind
     collective: Collective
     direction: Direction
+    content: Content = Content.KEY_VALUE
 
     @property
     def tensors(self) -> str:
         """The tensors that travel: keys and values are gathered, their gradients are reduce-scattered."""
+        if self.content is not Content.KEY_VALUE:
+            return f"{self.copies} {self.content}"
         return f"{self.copies} {'K/V' if self.collective is Collective.GATHER else 'dK/dV'}"
 
 
@@ -106,10 +120,17 @@ class LayerLedger:
     layer: int
 
     def add(
-        self, copies: CopyKind, collective: Collective, direction: Direction, payload_bytes: int, remote_bytes: int
+        self,
+        copies: CopyKind,
+        collective: Collective,
+        direction: Direction,
+        payload_bytes: int,
+        remote_bytes: int,
+        content: Content = Content.KEY_VALUE,
     ) -> None:
         """Enter one exchange of this layer."""
-        self.ledger.add(Entry(self.layer, copies, collective, direction), Volume(1, payload_bytes, remote_bytes))
+        entry = Entry(self.layer, copies, collective, direction, content)
+        self.ledger.add(entry, Volume(1, payload_bytes, remote_bytes))
 
 
 def total(volumes: Iterable[Volume]) -> Volume:

@@ -47,6 +47,16 @@ MOE = [
 ]
 """The first model with four experts instead of each MLP, and a router that balances them."""
 
+HYBRID = [
+    *MODEL,
+    *TRAINING,
+    *words("--num-layers 4 --num-query-groups 2 --micro-batch-size 1 --global-batch-size 2 --kv-channels 32"),
+    *words("--untie-embeddings-and-output-weights --attention-output-gate --qk-layernorm --apply-layernorm-1p"),
+    *words("--rotary-percent 0.25 --experimental-attention-variant gated_delta_net --linear-attention-freq 4"),
+    *words("--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 8"),
+]
+"""Three gated delta nets and a full attention as Qwen3.5 has them: output gate, zero-centred norms, partial RoPE."""
+
 CSBP2 = words("--bp-size 2 --context-parallel-size 2")
 CSBP4 = words("--bp-size 4 --context-parallel-size 4")
 TP2 = words("--tensor-model-parallel-size 2")

@@ -10,6 +10,7 @@ import pytest
 from tests.functional.model_flags import (
     CSBP2,
     CSBP4,
+    HYBRID,
     NEMOTRON,
     PP2,
     TIED,
@@ -32,7 +33,13 @@ BF16 = [
     *words("--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     *words("--dist-ckpt-optim-fully-reshardable"),
 ]
-KINDS = {"fp32": FP32, "fp32, sharded optimizer": SHARDED, "bf16, sharded optimizer, overlap": BF16}
+HYBRID_SHARDED = [*HYBRID, *NEMOTRON, *words("--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable")]
+KINDS = {
+    "fp32": FP32,
+    "fp32, sharded optimizer": SHARDED,
+    "bf16, sharded optimizer, overlap": BF16,
+    "gated delta nets, sharded optimizer": HYBRID_SHARDED,
+}
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,7 @@ def test_resumes_bit_for_bit(
         pytest.param("fp32, sharded optimizer", [], 1, id="one rank, sharded optimizer"),
         pytest.param("fp32, sharded optimizer", TP2, 2, id="tp2, sharded optimizer"),
         pytest.param("fp32, sharded optimizer", CSBP2, 4, id="dp2 x csbp2, sharded optimizer"),
+        pytest.param("gated delta nets, sharded optimizer", [*TP2, *CSBP2], 4, id="gated delta nets, tp2 x csbp2"),
     ],
 )
 def test_resumes_in_another_topology(

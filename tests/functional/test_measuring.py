@@ -13,7 +13,7 @@ import pytest
 from megatron.core import dist_checkpointing
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.functional.model_flags import BLOCK_DIFFUSION, DEEP, iterations, words
+from tests.functional.model_flags import BLOCK_DIFFUSION, DEEP, HYBRID, iterations, words
 from tests.support.megatron_run import Finished, Ranks
 
 SEQUENCE_LENGTH = 64
@@ -162,3 +162,27 @@ def test_a_run_that_only_evaluates_has_a_ledger_of_it(ranks: Ranks, tmp_path: Pa
     lines = [json.loads(line) for line in (tmp_path / "bytes.rank1.jsonl").read_text().splitlines()]
     assert {line["phase"] for line in lines} == {"evaluate"}
     assert sum(line["remote_bytes"] for line in lines) == 4 * 2 * UNIT * sum(line["forward_steps"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    "topology", ["--bp-size 2 --context-parallel-size 2", "--context-parallel-size 2 --context-scheme cp"]
+)
+def test_gated_delta_nets_move_what_their_closed_form_says(topology: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Two of the three delta nets run again in the backward pass."""
+    flags = [*HYBRID, *BLOCK_DIFFUSION, *words(topology), *iterations(1, evaluate=True)]
+    flags += words("--recompute-granularity full --recompute-method block --recompute-num-layers 2")
+    run = ranks.train([*flags, "--csbp-ledger", str(tmp_path / "bytes.jsonl")], 2).check()
+    assert run.output.count("measured and closed form agree exactly") == 1
+    lines = [json.loads(line) for line in (tmp_path / "bytes.rank1.jsonl").read_text().splitlines()]
+    moved: Counter[str] = Counter()
+    for transfer in lines[0]["transfers"]:
+        moved[transfer["tensors"]] += transfer["remote_bytes"]
+    if "--bp-size" not in topology:
+        assert moved["clean rows by heads"] == moved["corrupted rows by heads"] > 0
+        return
+    micro_batches, passes = 2, 3 + 3 + 2  # forward, backward, and forward again in two layers
+    maps = 2 * 8 * 16 * (16 + 8) * 4  # 2 (P-1) x H x K x (K+V) x itemsize, whatever L is
+    rows = 2 * 3 * (2 * 4 * 16 + 8 * 8) * 4  # 2 (P-1) x 3 rows x channels x itemsize
+    assert moved["clean state maps"] == micro_batches * passes * maps
+    assert moved["clean convolution rows"] == micro_batches * passes * rows
+    assert not {name for name in moved if name.startswith("corrupted")}

@@ -16,6 +16,7 @@ from tests.functional.model_flags import (
     CSBP2,
     CSBP4,
     DEEP,
+    HYBRID,
     MOE,
     NEMOTRON,
     PP2,
@@ -47,9 +48,12 @@ MODELS = {
     "windows": [*DEEP, *NEMOTRON, *words("--window-size 14,0 --window-attn-skip-freq 4")],
     "two views": [*TIED, *NEMOTRON, "--corrupted-views", "2"],
     "documents": [*DEEP, *BLOCK_DIFFUSION, *words("--window-size 14,0 --window-attn-skip-freq 4")],
+    "hybrid": [*HYBRID, *NEMOTRON],
+    "hybrid documents": [*HYBRID, *BLOCK_DIFFUSION, *words("--window-size 14,0 --corrupted-views 2")],
 }
 """The windows of 15 positions are no multiple of a block; every fourth layer has none."""
-HOOKS = {"documents": ["tests.functional.hooks:samples_of_documents_with_few_active_blocks"]}
+_DOCUMENTS = ["tests.functional.hooks:samples_of_documents_with_few_active_blocks"]
+HOOKS = {"documents": _DOCUMENTS, "hybrid documents": _DOCUMENTS}
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,14 @@ TOPOLOGIES = {
     "pp2 x csbp2, documents, full recompute": Topology("documents", 4, [*PP2, *CSBP2, *FULL_RECOMPUTE]),
     "interleaved pp2, documents": Topology("documents", 2, INTERLEAVED),
     "tp2 x csbp2, sequence parallel, documents": Topology("documents", 4, [*TP2, SP, *CSBP2]),
+    "gated delta nets, csbp4": Topology("hybrid", 4, CSBP4),
+    "gated delta nets, cp2": Topology("hybrid", 2, CP2),
+    "gated delta nets, tp2 x csbp2, sequence parallel": Topology("hybrid", 4, [*TP2, SP, *CSBP2]),
+    "gated delta nets, pp2 x csbp2, contiguous, full recompute": Topology(
+        "hybrid", 4, [*PP2, *CSBP2, *words("--block-assignment contiguous"), *FULL_RECOMPUTE]
+    ),
+    "gated delta nets, csbp2, documents": Topology("hybrid documents", 2, CSBP2),
+    "gated delta nets, pp2 x pure bp2, documents": Topology("hybrid documents", 4, [*PP2, *BP2]),
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.functional.model_flags import BLOCK_DIFFUSION, CSBP2, TP2, UNTIED_MQA, iterations, words
+from tests.functional.model_flags import BLOCK_DIFFUSION, CSBP2, HYBRID, TP2, UNTIED_MQA, iterations, words
 from tests.functional.test_parity import CURVE_TOLERANCE
 from tests.support.checkpoint_tensors import load_parameters
 from tests.support.megatron_run import Finished, Ranks, worst_difference
@@ -68,3 +68,14 @@ def test_every_topology_trains_like_one_rank(te_ranks: Ranks, tmp_path: Path) ->
         assert "last layer: in training, clean rows end at their keys and values" in found.output
         assert worst_difference(found.losses(), expected.losses()) < CURVE_TOLERANCE
         assert worst_difference(found.grad_norms, expected.grad_norms) < CURVE_TOLERANCE
+
+
+def test_gated_delta_nets_are_the_same_in_either_kind_of_layer(te_ranks: Ranks, ranks: Ranks, tmp_path: Path) -> None:
+    """Megatron's own spec of such models, which has these layers only, and ours of its local layers."""
+    model, te = [*HYBRID, *BLOCK_DIFFUSION], words("--transformer-impl transformer_engine")
+    one_step(te_ranks, [*model, *te], tmp_path)
+    model += [*load(tmp_path), *iterations(2)]
+    expected = ranks.train(model).check()
+    found = te_ranks.train([*model, *te, *CSBP2], 2).check()
+    assert worst_difference(found.losses(), expected.losses()) < CURVE_TOLERANCE
+    assert worst_difference(found.grad_norms, expected.grad_norms) < CURVE_TOLERANCE

@@ -13,7 +13,13 @@ from megatron_csbp import megatron_compat
 from megatron_csbp.megatron_compat import REQUIRED_SYMBOLS, RequiredSymbol
 
 PACKAGE = Path(megatron_compat.__file__).parent
-COMPATIBILITY_MODULES = ("megatron_compat.py", "megatron_checkpoints.py", "megatron_reporting.py", "megatron_start.py")
+COMPATIBILITY_MODULES = (
+    "megatron_compat.py",
+    "megatron_checkpoints.py",
+    "megatron_delta_net.py",
+    "megatron_reporting.py",
+    "megatron_start.py",
+)
 
 
 @pytest.mark.parametrize("symbol", REQUIRED_SYMBOLS, ids=lambda symbol: symbol.name)

@@ -46,9 +46,11 @@ class LayerPlans:
 def rank_rows(sample: Sample, sharding: Sharding, rank: int) -> RankRows:
     """Return the rows of one rank.
 
-    Where not all blocks are active, they are spread evenly, except under the CP baseline and on one rank.
+    Where not all blocks are active, they are spread evenly, except under the CP baseline, on one rank, and where the
+    model wants them with the owner of their chunk.
     """
-    spreads = sample.active is not None and sharding.scheme not in (Scheme.SINGLE, Scheme.CONTEXT_PARALLEL)
+    stays = sharding.keeps_blocks_home or sharding.scheme in (Scheme.SINGLE, Scheme.CONTEXT_PARALLEL)
+    spreads = sample.active is not None and not stays
     return RankRows(sample, sharding, rank, balanced_owners(sample, sharding) if spreads else None)
 
 

@@ -86,6 +86,8 @@ class Sharding:
         group_size: P, ranks in the context group.
         scheme: how the sequence is spread.
         assignment: which chunks a rank owns.
+        keeps_blocks_home: whether active blocks stay with the owner of their chunk, however unequal the ranks' work
+            becomes. Models with gated delta nets need it: a block starts from the state in its chunk.
 
     Raises:
         ValueError: the scheme does not fit the number of ranks.
@@ -94,6 +96,7 @@ class Sharding:
     group_size: int = 1
     scheme: Scheme = Scheme.SINGLE
     assignment: BlockAssignment = BlockAssignment.DUAL_END
+    keeps_blocks_home: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size < 1 or (self.group_size == 1) != (self.scheme is Scheme.SINGLE):

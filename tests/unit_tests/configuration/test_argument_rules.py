@@ -23,7 +23,36 @@ def refusal(flags: str, base: str = VALID) -> str:
     return str(error.value)
 
 
+DELTA_NETS = "--experimental-attention-variant gated_delta_net --swiglu"
+
 REFUSED = {
+    "gated delta nets nowhere": (DELTA_NETS, "needs --linear-attention-freq", "4 makes three of four"),
+    "linear attention of no kind": (
+        "--linear-attention-freq 4",
+        "--linear-attention-freq 4",
+        "add --experimental-attention-variant gated_delta_net",
+    ),
+    "gated delta nets without SiLU": (
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq 4",
+        "--experimental-attention-variant gated_delta_net",
+        "needs --swiglu",
+    ),
+    "heads of gated delta nets that the ranks do not divide": (
+        f"{DELTA_NETS} --linear-attention-freq 4 --linear-num-key-heads 2 --bp-size 4 --context-parallel-size 4",
+        "--linear-num-key-heads 2 must be a multiple",
+        "which is 4",
+        "one of 1, 2 work",
+    ),
+    "no states of gated delta nets": (
+        f"{DELTA_NETS} --linear-attention-freq 4 --csbp-delta-net-state-mib 0",
+        "--csbp-delta-net-state-mib 0",
+        "256 is the default",
+    ),
+    "the recomputed norm of gated delta nets": (
+        f"{DELTA_NETS} --linear-attention-freq 4 --recompute-granularity selective --recompute-modules gdn_norm_out",
+        "--recompute-modules gdn_norm_out",
+        "--recompute-granularity full",
+    ),
     "key/value heads that do not divide the heads": (
         "--num-attention-heads 4 --group-query-attention --num-query-groups 3",
         "--num-query-groups 3 must divide --num-attention-heads 4",
@@ -285,6 +314,7 @@ def test_refuses_a_missing_length() -> None:
 
 
 ACCEPTED = {
+    "gated delta nets": f"{DELTA_NETS} --linear-attention-freq 4 --bp-size 2 --context-parallel-size 2",
     "one key/value head under tensor parallelism": (
         "--num-attention-heads 4 --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2"
     ),
@@ -349,6 +379,10 @@ def test_accepts(case: str) -> None:
             "--micro-batch-size 1 --tensor-model-parallel-size 3 --sequence-parallel",
             "--diffusion-block-size 8 must be a multiple of --tensor-model-parallel-size 3, for example 9",
         ),
+        (
+            f"--micro-batch-size 1 {DELTA_NETS} --linear-attention-freq 4 --context-scheme cp --context-parallel-size 2",
+            "--context-scheme cp with --experimental-attention-variant gated_delta_net.*Use --bp-size 2 for CSBP",
+        ),
     ],
 )
 def test_samples_with_geometries_of_their_own_come_one_by_one(flags: str, said: str) -> None:
@@ -403,8 +437,7 @@ ASKED_FOR = {
     "qk_clip": "--qk-clip",
     "log_max_attention_logit": "--log-max-attention-logit",
     "apply_query_key_layer_scaling": "--apply-query-key-layer-scaling",
-    "experimental_attention_variant": "--experimental-attention-variant gated_delta_net",
-    "linear_attention_freq": "--linear-attention-freq 2",
+    "experimental_attention_variant": "--experimental-attention-variant dsa",
     "hybrid_layer_pattern": "--hybrid-layer-pattern M*-M",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path layers.json",
     "heterogeneous_layers_config_encoded_json": "--heterogeneous-layers-config-encoded-json {}",

@@ -35,6 +35,19 @@ def test_is_the_norm_that_megatron_builds(normalization: str) -> None:
     assert ours(x).equal(theirs(x))
 
 
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_a_zero_centred_weight_is_the_plain_weight_less_one(normalization: str) -> None:
+    plain = SequenceParallelNorm(config(normalization=normalization), 8)
+    centred = SequenceParallelNorm(config(normalization=normalization, layernorm_zero_centered_gamma=True), 8)
+    assert centred.weight.equal(torch.zeros(8))
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.add_(torch.randn(8))
+            centred.get_parameter(name).copy_(parameter - float(name == "weight"))
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(centred(x), plain(x))
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 def test_parameters_are_marked_for_the_sum_over_ranks(normalization: str, sequence_parallel: bool) -> None:
@@ -47,7 +60,6 @@ def test_parameters_are_marked_for_the_sum_over_ranks(normalization: str, sequen
     "changes, message",
     [
         ({"normalization": "L2Norm"}, r"--normalization L2Norm: .*--normalization RMSNorm works"),
-        ({"layernorm_zero_centered_gamma": True}, r"--apply-layernorm-1p: .*leave the flag out"),
         ({"persist_layer_norm": True}, r"--no-persist-layer-norm works"),
         ({"memory_efficient_layer_norm": True}, r"memory_efficient_layer_norm .*leave it off"),
     ],

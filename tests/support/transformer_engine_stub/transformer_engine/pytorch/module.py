@@ -33,15 +33,15 @@ class _Norm(_Module):
         device: Any = None,
     ) -> None:
         super().__init__()
-        assert not zero_centered_gamma
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(normalized_shape, dtype=params_dtype))
+        self.centre = float(zero_centered_gamma)
+        self.weight = torch.nn.Parameter(torch.full((normalized_shape,), 1 - self.centre, dtype=params_dtype))
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
 
 class RMSNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight + self.centre, self.eps)
 
 
 class LayerNorm(_Norm):
@@ -51,7 +51,8 @@ class LayerNorm(_Norm):
         self.bias.sequence_parallel = options["sequence_parallel"]  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        weight = self.weight + self.centre
+        return torch.nn.functional.layer_norm(x, weight.shape, weight, self.bias, self.eps)
 
 
 class Linear(_Module):
@@ -128,13 +129,16 @@ class LayerNormLinear(Linear):
     ) -> None:
         super().__init__(in_features, out_features, **options)
         assert normalization == "RMSNorm"
-        assert not any((return_layernorm_output, zero_centered_gamma))
+        assert not return_layernorm_output
         self.eps = eps
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, dtype=options["params_dtype"]))
+        self.centre = float(zero_centered_gamma)
+        start = torch.full((in_features,), 1 - self.centre, dtype=options["params_dtype"])
+        self.layer_norm_weight = torch.nn.Parameter(start)
         self.layer_norm_weight.sequence_parallel = options["sequence_parallel"]  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        normed = torch.nn.functional.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+        weight = self.layer_norm_weight + self.centre
+        normed = torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
         return super().forward(normed, is_first_microbatch)
 
 
