@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 import torch
-from megatron_csbp.tools.memory_meter import SavedActivations
 
+from megatron_csbp.tools.memory_meter import SavedActivations
 from megatron_csbp.transformer.delta_net.delta_rule import DeltaHeads
 from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme
 from tests.support.delta_oracle import DeltaCase, run_on_group, run_on_rank, sequential
