@@ -191,11 +191,12 @@ def _delta_net_line(args: Namespace, runtime: RuntimeInfo, rows: RankRows) -> st
     )
     recomputed = recomputes_layer(args, 0)
     volumes = layer_volumes(1, rows, sizes, args.micro_batch_size, training=True, recomputed=recomputed)
+    stays = "; active blocks stay with the owner of their chunk" if args.pack_documents else ""
     mebibytes = total(volumes.values()).remote_bytes / 2**20
     return (
         f"  gated delta nets: {kernel.name} (--csbp-delta-net-backend {args.csbp_delta_net_backend}); "
         f"{mebibytes:.2f} MiB from other ranks per layer, rank and micro-batch; at most "
-        f"{args.csbp_delta_net_state_mib} MiB of states alive at a time"
+        f"{args.csbp_delta_net_state_mib} MiB of states alive at a time{stays}"
     )
 
 
