@@ -34,7 +34,9 @@ def built(name: str, **options: object) -> Objective:
 
 
 def placed(objective: Objective, layout: RankRows) -> LossRows:
-    return objective.place(rows_under(layout, TEXT, SUPERVISED, NEXT_SUPERVISED), NOISES[: objective.num_views], layout)
+    return objective.place(
+        rows_under(layout, TEXT, SUPERVISED, NEXT_SUPERVISED), NOISES[: objective.default_num_views], layout
+    )
 
 
 def sums(corrupted: float, clean: float, counts: tuple[int, int, int, int]) -> LossSums:
@@ -47,7 +49,7 @@ def test_every_topology_places_the_same_rows_once(
     name: str, scheme: Scheme, size: int, assignment: BlockAssignment
 ) -> None:
     objective = built(name)
-    views = objective.num_views
+    views = objective.default_num_views
     expected_layout = single(LENGTH, BLOCK, views)
     expected = placed(objective, expected_layout)
     layouts = layouts_of(LENGTH, BLOCK, scheme, size, assignment, views)
@@ -65,7 +67,7 @@ def test_every_topology_places_the_same_rows_once(
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_row_that_another_rank_counts_has_no_weight(name: str) -> None:
     objective = built(name)
-    for layout in layouts_of(LENGTH, BLOCK, Scheme.BLOCK_PARALLEL, 2, views=objective.num_views):
+    for layout in layouts_of(LENGTH, BLOCK, Scheme.BLOCK_PARALLEL, 2, views=objective.default_num_views):
         assert not placed(objective, layout).weights[~layout.is_counted].any()
 
 
@@ -97,8 +99,8 @@ def test_a_data_token_equal_to_the_mask_id_is_an_ordinary_token(name: str) -> No
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_sample_without_anything_to_predict_has_no_loss(name: str) -> None:
     objective, nothing = built(name), np.zeros(LENGTH, dtype=bool)
-    layout = single(LENGTH, BLOCK, objective.num_views)
-    rows = objective.place(rows_under(layout, TEXT, nothing, nothing), NOISES[: objective.num_views], layout)
+    layout = single(LENGTH, BLOCK, objective.default_num_views)
+    rows = objective.place(rows_under(layout, TEXT, nothing, nothing), NOISES[: objective.default_num_views], layout)
     assert not rows.weights.any()
     assert (rows.num_tokens, rows.num_supervised) == (0, 0)
     np.testing.assert_array_equal(rows.tokens, TEXT[layout.positions])
@@ -115,7 +117,7 @@ def test_another_view_is_another_corruption(name: str) -> None:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_rows_have_the_dtypes_that_the_model_takes(name: str) -> None:
     objective = built(name)
-    rows = placed(objective, single(LENGTH, BLOCK, objective.num_views))
+    rows = placed(objective, single(LENGTH, BLOCK, objective.default_num_views))
     assert (rows.tokens.dtype, rows.targets.dtype, rows.weights.dtype) == (np.int64, np.int64, np.float32)
     assert type(rows.num_tokens) is type(rows.num_supervised) is int
 
@@ -123,7 +125,7 @@ def test_rows_have_the_dtypes_that_the_model_takes(name: str) -> None:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_reaches_spawned_data_workers(name: str) -> None:
     objective = pickle.loads(pickle.dumps(built(name)))
-    layout = single(LENGTH, BLOCK, objective.num_views)
+    layout = single(LENGTH, BLOCK, objective.default_num_views)
     np.testing.assert_array_equal(placed(objective, layout).tokens, placed(built(name), layout).tokens)
 
 
