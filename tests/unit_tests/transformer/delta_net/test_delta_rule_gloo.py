@@ -16,7 +16,7 @@ from megatron_csbp.transformer.delta_net.traffic import DeltaNetSizes, layer_vol
 from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
 from tests.support.delta_oracle import HEADS, LOOK_BACK, DeltaCase, DeltaResult, add_results, run_on_rank, sequential
-from tests.unit_tests.transformer.test_csbp_attention_gloo import Wire
+from tests.unit_tests.transformer.test_attention_gloo import Wire
 
 WORLD_SIZE = 4
 CASES = {
