@@ -31,7 +31,7 @@ _GPU_ONLY: tuple[tuple[str, Callable[[Namespace], object], str, str], ...] = (
     (
         "--apply-layernorm-1p",
         lambda args: args.layernorm_zero_centered_gamma and args.diffusion_block_size is None,
-        "PyTorch's norm, which a run without --diffusion-block-size has, has no such weights; Transformer Engine's has",
+        "the norm of PyTorch, which runs without --diffusion-block-size have, has no such weights",
         "leave the flag out, or run on a GPU",
     ),
     (
