@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from megatron_csbp.reporting.attention_model import Heads, tile_report
@@ -213,14 +214,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="In place of the table: what each tile of one layer would cost on an H200, modelled.",
     )
     options = parser.parse_args(argv)
-    if options.tiles:
-        _print_tiles(options)
-        return
+    if options.tiles and (options.json or options.dry_run):
+        parser.error("--tiles prints another table, without --json and --dry-run; give it alone, or leave it out.")
     if min(options.bp_size) < 2:
         parser.error(f"--bp-size {min(options.bp_size)} must be at least 2; one rank exchanges nothing.")
     if options.json and (Path(options.json).is_dir() or not Path(options.json).resolve().parent.is_dir()):
         parser.error(f"--json {options.json} is a folder, or in one that does not exist; name a file.")
     try:
+        if options.tiles:
+            print("\n".join(_tile_lines(options)))
+            return
         rows = plan_rows(
             options.model,
             options.seq_length,
@@ -238,19 +241,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         _compare_with_dry_run(rows, options.diffusion_block_size, CleanAttention(options.clean_attention))
 
 
-def _print_tiles(options: argparse.Namespace) -> None:
-    """Print the modelled cost of every tile of the last rank, for the first of the models."""
-    shape = MODELS[options.model[0]]
-    heads = Heads(
-        num_query_heads=shape.num_query_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-    )
-    clean_attention = CleanAttention(options.clean_attention)
-    for size in options.bp_size:
-        for length in options.seq_length:
-            print(f"{options.model[0]}, L = {length}, P = {size}, one layer of the last rank; modelled, not measured")
-            print("\n".join(tile_report(length, size, options.diffusion_block_size, clean_attention, heads)))
+def _tile_lines(options: argparse.Namespace) -> list[str]:
+    """Return a table for each model, group size and length: the modelled cost of every tile of the last rank."""
+    lines = []
+    for model, size, length in product(options.model, options.bp_size, options.seq_length):
+        shape = MODELS[model]
+        heads = Heads(
+            num_query_heads=shape.num_query_heads,
+            num_key_value_heads=shape.num_key_value_heads,
+            head_dim=shape.head_dim,
+        )
+        clean_attention = CleanAttention(options.clean_attention)
+        lines.append(f"{model}, L = {length}, P = {size}, one layer of the last rank; modelled, not measured")
+        lines.extend(tile_report(length, size, options.diffusion_block_size, clean_attention, heads))
+    return lines
 
 
 def _compare_with_dry_run(rows: Sequence[PlanRow], block_size: int, clean_attention: CleanAttention) -> None:

@@ -147,7 +147,7 @@ def _time_local(kernel: LocalKernel, settings: Settings, plan: AttentionPlan) ->
 
     pairs = sum(tile.num_pairs for tile in plan.local_tiles)
     times = (_median_ms(forward, settings), _median_ms(backward, settings))
-    return _timing("local tiles in one call", "flex", settings, plan, pairs, times, None)
+    return _timing("local tiles in one call", kernel.name, settings, plan, pairs, times, None)
 
 
 def _time_rank(kernel: AttentionKernel, settings: Settings, plan: AttentionPlan) -> Timing:

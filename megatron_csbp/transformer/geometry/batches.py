@@ -124,8 +124,7 @@ def _batches(problems: list[_Problem]) -> list[Tile]:
     outer = _regular(problems)
     if outer is not None:
         return [_tile(problems, (outer, *first.piece.series))]
-    rows = np.concatenate([_starts(p.piece.row, [(n, row) for n, row, _ in p.piece.series]) for p in problems])
-    keys = np.concatenate([_starts(p.piece.key, [(n, key) for n, _, key in p.piece.series]) for p in problems])
+    rows, keys = _all_starts(problems)
     return [_listed(problems, rows[chosen], keys[chosen]) for chosen in _disjoint(rows, keys, first)]
 
 
@@ -143,8 +142,18 @@ def _regular(problems: Sequence[_Problem]) -> tuple[int, int, int] | None:
     return (len(problems), row_step, key_step) if row_step >= rows and key_step >= keys else None
 
 
-def _starts(first: int, repeats: Iterable[tuple[int, int]]) -> IntArray:
-    return RowPattern(1, first, tuple(repeats)).problem_starts()
+def _all_starts(problems: Iterable[_Problem]) -> tuple[IntArray, IntArray]:
+    """Return the first row and the first key of every repetition of some problems."""
+    rows: list[int] = []
+    keys: list[int] = []
+    for piece, _, _ in problems:
+        if not piece.series:  # by far the most, where blocks are few
+            rows.append(piece.row)
+            keys.append(piece.key)
+            continue
+        rows += RowPattern(1, piece.row, tuple((n, row) for n, row, _ in piece.series)).problem_starts().tolist()
+        keys += RowPattern(1, piece.key, tuple((n, key) for n, _, key in piece.series)).problem_starts().tolist()
+    return np.array(rows, dtype=np.int64), np.array(keys, dtype=np.int64)
 
 
 def _disjoint(rows: IntArray, keys: IntArray, shape: _Problem) -> list[IntArray]:

@@ -16,7 +16,7 @@ from megatron_csbp.transformer.geometry.scheme import CLEAN, Sharding
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, visibility
 
 _TOLERANCE = 0.05
-_MOST_EXCHANGES = 64
+_MOST_EXCHANGES = 32
 
 FloatArray = npt.NDArray[np.float64]
 

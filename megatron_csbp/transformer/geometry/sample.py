@@ -4,6 +4,7 @@
 Arrays: B = L/M blocks, V views, d documents.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -118,16 +119,20 @@ class Sample:
 
         The aligned stop is the end of the document's last block.
         """
-        first = int(np.searchsorted(self.documents[:, 1], start, side="right"))
-        found, block = [], self.block_size
-        # A last block that is cut short still belongs to the document before it.
-        for begin, end in self.documents[max(0, first - 1) :].tolist():
-            aligned = -(-end // block) * block
-            if begin >= stop:
-                break
-            if aligned > start:
-                found.append((begin, end, aligned))
-        return found
+        starts, documents = self._document_list
+        first = bisect_right(starts, start) - 1
+        return [
+            document
+            for document in documents[max(0, first) : bisect_left(starts, stop, lo=max(0, first))]
+            if document[2] > start
+        ]
+
+    @cached_property
+    def _document_list(self) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Starts of the documents, and the documents with their aligned stops."""
+        block = self.block_size
+        documents = [(start, stop, -(-stop // block) * block) for start, stop in self.documents.tolist()]
+        return [start for start, _, _ in documents], documents
 
 
 def packed_documents(lengths: Sequence[int], block_size: int) -> IntArray:

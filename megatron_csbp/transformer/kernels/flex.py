@@ -66,6 +66,7 @@ class FlexKernel(TorchCudaKernel):
         """
         inputs, local_out_SBND, local_lse_SBN = _attend(query_SBND, key_SBKD, value_SBKD, plan, scale)
         weight_SBN = torch.exp(local_lse_SBN.detach() - lse_SBN.to(local_lse_SBN.dtype))
+        weight_SBN.masked_fill_(lse_SBN == -torch.inf, 0.0)  # a row that sees nothing has no difference: NaN
         difference_SBND = local_out_SBND.detach().to(weight_SBN.dtype) - out_SBND
         grad_local_lse_SBN = weight_SBN * (grad_out_SBND * difference_SBND).sum(-1)
         grad_local_out_SBND = (weight_SBN.unsqueeze(-1) * grad_out_SBND).to(local_out_SBND.dtype)

@@ -19,6 +19,8 @@ class LocalKernel(Protocol):
     merged into them.
     """
 
+    name: str
+
     def forward_local(
         self, query_SBND: Tensor, key_SBKD: Tensor, value_SBKD: Tensor, *, plan: AttentionPlan, scale: float
     ) -> tuple[Tensor, Tensor]:

@@ -380,8 +380,8 @@ def test_accepts(case: str) -> None:
             "--diffusion-block-size 8 must be a multiple of --tensor-model-parallel-size 3, for example 9",
         ),
         (
-            f"--micro-batch-size 1 {DELTA_NETS} --linear-attention-freq 4 --context-parallel-size 2 "
-            "--context-scheme cp",
+            f"--micro-batch-size 1 {DELTA_NETS} --linear-attention-freq 4 --context-scheme cp "
+            "--context-parallel-size 2",
             "--context-scheme cp with --experimental-attention-variant gated_delta_net.*Use --bp-size 2 for CSBP",
         ),
     ],

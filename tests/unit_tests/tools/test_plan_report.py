@@ -19,6 +19,7 @@ from megatron_csbp.tools.plan_report import (
 from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention
 
+ROOT = Path(__file__).parents[3]
 TOKEN_CAUSAL = CleanAttention.TOKEN_CAUSAL
 CP, BP, CSBP = Scheme.CONTEXT_PARALLEL, Scheme.BLOCK_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL
 
@@ -74,9 +75,28 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     assert [(row["scheme"], row["remote_bytes"] / 2**30) for row in rows] == [("CP", 210), ("BP", 0), ("CSBP", 105)]
 
 
+def test_with_tiles_it_prints_the_tables_of_the_documentation_and_one_for_every_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["--tiles", "--model", "nemotron-14b", "nemotron-8b", "--bp-size", "8", "--seq-length", "32768", "65536"])
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line for line in lines if not line.startswith("|")]
+    assert titles == [
+        f"{model}, L = {length}, P = 8, one layer of the last rank; modelled, not measured"
+        for model in ("nemotron-14b", "nemotron-8b")
+        for length in (32768, 65536)
+    ]
+    last = "\n".join(lines[lines.index(titles[-1]) + 1 :])
+    assert last in (ROOT / "docs" / "gpu.md").read_text()
+
+
 @pytest.mark.parametrize(
     "command_line, message",
     [
+        ("--tiles --seq-length 1000 --bp-size 8", "--seq-length 1000 must be a multiple of"),
+        ("--tiles --bp-size 1", "--bp-size 1 must be at least 2"),
+        ("--tiles --bp-size 8 --dry-run", "--tiles prints another table, without --json and --dry-run"),
+        ("--tiles --bp-size 8 --json rows.json", "--tiles prints another table, without --json and --dry-run"),
         ("--seq-length 1000 --bp-size 8", "--seq-length 1000 must be a multiple of"),
         ("--bp-size 1", "--bp-size 1 must be at least 2"),
         ("--json nowhere/rows.json", "--json nowhere/rows.json is a folder, or in one that does not exist"),

@@ -27,6 +27,7 @@ from megatron_csbp.transformer.geometry.scheme import Scheme
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
 from megatron_csbp.transformer.kernels import AttentionKernel, flex
 from megatron_csbp.transformer.kernels.flex import FlexKernel
+from megatron_csbp.transformer.kernels.hybrid import HybridKernel
 from megatron_csbp.transformer.kernels.torch_kernel import TorchCpuKernel
 from megatron_csbp.transformer.streams import Start, Waitable
 from tests.support import dense_oracle
@@ -212,19 +213,24 @@ def test_the_yardstick_is_a_length_for_which_backends_take_their_fast_path(lengt
 class FlexOnCpu(TorchCpuKernel, FlexKernel):
     """FlexAttention for local tiles, the CPU operator for the others."""
 
+    name = "flex"
 
-def test_flex_attention_is_timed_in_one_call_and_on_both_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize("kernel", [FlexOnCpu(), HybridKernel(FlexOnCpu(), TorchCpuKernel())], ids=["flex", "hybrid"])
+def test_a_backend_with_flex_attention_is_timed_in_one_call_under_its_own_name_and_on_both_copies(
+    kernel: AttentionKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flex, "compiled_flex_attention", lambda: flex_module.flex_attention)
     monkeypatch.setattr(timing, "compiled_flex_attention", lambda: flex_module.flex_attention)
     monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-        timings = [*time_backend(FlexOnCpu(), SETTINGS, 64), time_dense_flex(SETTINGS, 64)]
+        timings = [*time_backend(kernel, SETTINGS, 64), time_dense_flex(SETTINGS, 64)]
     torch._dynamo.reset()
-    assert [(t.what, t.group_size) for t in timings] == [
-        ("local tiles in one call", 2),
-        ("whole CSBP rank", 2),
-        ("FlexAttention on both copies", 1),
+    assert [(t.what, t.backend, t.group_size) for t in timings] == [
+        ("local tiles in one call", kernel.name, 2),
+        ("whole CSBP rank", kernel.name, 2),
+        ("FlexAttention on both copies", "flex", 1),
     ]
 
 
