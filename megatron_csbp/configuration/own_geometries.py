@@ -25,8 +25,8 @@ def check_own_geometries(args: Namespace) -> None:
     if args.context_scheme == "cp" and args.experimental_attention_variant is not None:
         raise ValueError(
             f"--context-scheme cp with --experimental-attention-variant {args.experimental_attention_variant}: "
-            "samples with documents or few active blocks give ranks different numbers of rows, which the all-to-all of "
-            f"these layers does not take. Use --bp-size {args.context_parallel_size} for CSBP."
+            "samples with documents or few active blocks give ranks different numbers of rows, which the all-to-all "
+            f"of these layers does not take. Use --bp-size {args.context_parallel_size} for CSBP."
         )
     block, tensor = args.diffusion_block_size, args.tensor_model_parallel_size
     if args.sequence_parallel and block % tensor:

@@ -69,7 +69,7 @@ def time_backend(kernel: AttentionKernel, settings: Settings, length: int) -> It
     """
     plan = _plan(settings, length, settings.timing_group_size)
     if isinstance(kernel, LocalKernel):
-        yield _time_local(kernel, settings, plan)
+        yield _time_local(kernel, kernel.name, settings, plan)
         yield _time_rank(kernel, settings, plan)
         return
     yield from _time_tiles(kernel, settings, plan)
@@ -133,8 +133,8 @@ def _time_tiles(kernel: AttentionKernel, settings: Settings, plan: AttentionPlan
         yield _timing(f"tiles: {kind}", kernel.name, settings, plan, pairs, times, None)
 
 
-def _time_local(kernel: LocalKernel, settings: Settings, plan: AttentionPlan) -> Timing:
-    """Return the time of all local tiles in one call."""
+def _time_local(kernel: LocalKernel, name: str, settings: Settings, plan: AttentionPlan) -> Timing:
+    """Return the time of all local tiles in one call, under the name of the backend."""
     query, key, value = _projections(settings, plan.rows.num_rows)
     scale = settings.timing_heads.head_dim**-0.5
     out, lse = kernel.forward_local(query, key, value, plan=plan, scale=scale)
@@ -147,7 +147,7 @@ def _time_local(kernel: LocalKernel, settings: Settings, plan: AttentionPlan) ->
 
     pairs = sum(tile.num_pairs for tile in plan.local_tiles)
     times = (_median_ms(forward, settings), _median_ms(backward, settings))
-    return _timing("local tiles in one call", kernel.name, settings, plan, pairs, times, None)
+    return _timing("local tiles in one call", name, settings, plan, pairs, times, None)
 
 
 def _time_rank(kernel: AttentionKernel, settings: Settings, plan: AttentionPlan) -> Timing:

@@ -45,7 +45,13 @@ def rows_under(
     supervised = everything if supervised is None else supervised
     next_supervised = everything if next_supervised is None else next_supervised
     positions = layout.positions
-    return CleanRows(text[positions], text[positions + 1], supervised[positions], next_supervised[positions])
+    return CleanRows(
+        tokens=text[positions],
+        next_tokens=text[positions + 1],
+        supervised=supervised[positions],
+        next_supervised=next_supervised[positions],
+        next_token_supervised=np.append(supervised, False)[positions + 1],
+    )
 
 
 def reassembled(layouts: list[RankRows], per_rank: list[np.ndarray], copy: int) -> np.ndarray:
