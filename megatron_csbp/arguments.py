@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megatron_csbp import megatron_model
+from megatron_csbp import megatron_delta_net, megatron_model
 from megatron_csbp.check_mode import add_check_mode_argument
 from megatron_csbp.configuration.argument_rules import check_before_megatron
 from megatron_csbp.configuration.changes import Change
@@ -216,8 +216,8 @@ def sharding(args: Namespace) -> Sharding:
 
 
 def masks(args: Namespace) -> tuple[Mask, ...]:
-    """Return the masks of the model's layers, at most two: with and without the window of `--window-size`."""
-    numbers = range(1, args.num_layers + 1)
+    """Return the masks of the model's attention layers: at most two, with and without `--window-size`."""
+    numbers = megatron_delta_net.attention_layers(args)
     windows = dict.fromkeys(megatron_model.layer_window(args, number) for number in numbers)
     return tuple(layer_mask(args, window) for window in windows)
 

@@ -32,6 +32,18 @@ def delta_net_pattern(config: Any) -> list[int]:
     return pattern
 
 
+def attention_layers(config: Any) -> list[int]:
+    """Numbers, from 1, of the layers that attend; all but the gated delta nets.
+
+    Args:
+        config: Megatron's ``TransformerConfig`` or its arguments.
+    """
+    numbers = range(1, config.num_layers + 1)
+    if getattr(config, "experimental_attention_variant", None) != "gated_delta_net":
+        return list(numbers)
+    return [number for number, is_linear in zip(numbers, delta_net_pattern(config), strict=True) if not is_linear]
+
+
 def local_block_of_all_layers(config: Any) -> Any:
     """The spec of all layers of a model, with full attention, by Megatron's local modules."""
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")

@@ -17,7 +17,14 @@ import torch
 # Bound here, before `launch` rebinds the name in its module.
 from megatron.training.argument_utils import gpt_config_from_args
 
-from megatron_csbp import arguments, check_mode, megatron_checkpoints, megatron_compat, megatron_start
+from megatron_csbp import (
+    arguments,
+    check_mode,
+    megatron_checkpoints,
+    megatron_compat,
+    megatron_delta_net,
+    megatron_start,
+)
 from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import check_files, check_start, use_checkpoint_length
@@ -133,7 +140,11 @@ def _set_up_block_diffusion(args: Namespace) -> None:
     plans = arguments.static_plans(args, rank=0)
     fill_head_groups(args, [plans.plan(mask) for mask in arguments.masks(args)])
     fill_loss_chunk_rows(args)
-    args.csbp_whole_last_layer = why_last_layer_is_whole(args, objective_from_args(args).loss_on_clean_rows)
+    args.csbp_whole_last_layer = why_last_layer_is_whole(
+        args,
+        objective_from_args(args).loss_on_clean_rows,
+        attends=args.num_layers in megatron_delta_net.attention_layers(args),
+    )
     validate_data_files(args)
     correct_distributed_optimizer_now()
     if args.full_validation:

@@ -130,16 +130,18 @@ def default_chunk_rows(vocab_size: int) -> int:
     return 1 << (fitting.bit_length() - 1)
 
 
-def why_last_layer_is_whole(args: Namespace, loss_on_clean_rows: bool) -> str | None:
+def why_last_layer_is_whole(args: Namespace, loss_on_clean_rows: bool, *, attends: bool = True) -> str | None:
     """Return why the last layer computes clean rows to the end; None if it can leave them at keys and values.
 
     Args:
         args: validated arguments.
         loss_on_clean_rows: whether the objective asks the clean copy for something.
+        attends: whether the last layer has attention.
     """
     corrupted = args.corrupted_views * args.clean_seq_length // args.context_parallel_size
     reasons = {
         "the objective has a loss on the clean copy": loss_on_clean_rows,
+        "it is a gated delta net": not attends,
         "experts balance their load over both copies": args.num_experts is not None,
         "--attention-output-gate gates every row": getattr(args, "attention_output_gate", False),
         "--tp-comm-overlap has buffers for all rows": args.tp_comm_overlap,

@@ -30,8 +30,8 @@ _CPU_VALUES: tuple[tuple[str, object, str], ...] = (
 _GPU_ONLY: tuple[tuple[str, Callable[[Namespace], object], str, str], ...] = (
     (
         "--apply-layernorm-1p",
-        lambda args: args.layernorm_zero_centered_gamma,
-        "PyTorch's norm has no such weights; Transformer Engine's has",
+        lambda args: args.layernorm_zero_centered_gamma and args.diffusion_block_size is None,
+        "the norm of PyTorch, which runs without --diffusion-block-size have, has no such weights",
         "leave the flag out, or run on a GPU",
     ),
     (

@@ -9,7 +9,7 @@ from argparse import Namespace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from megatron_csbp import megatron_model, megatron_reporting
+from megatron_csbp import megatron_delta_net, megatron_model, megatron_reporting
 from megatron_csbp.arguments import layer_mask, static_sample
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.visibility import Mask, allowed_pairs
@@ -29,7 +29,7 @@ class ModelFlops:
         return self.per_loss_row() / per_row
 
     def mean_pairs(self, sample: Sample) -> float:
-        """Return the query-key pairs that a layer's mask allows in one sample, on average over the layers.
+        """Return the query-key pairs that a layer's mask allows in one sample, on average over the layers that attend.
 
         Megatron's own formula gives every layer the same.
         """
@@ -73,7 +73,9 @@ def _num_rows(sample: Sample) -> int:
 
 
 def _mean_pairs(args: Namespace, sample: Sample) -> float:
-    windows = [megatron_model.layer_window(args, number) for number in range(1, args.num_layers + 1)]
+    windows = [megatron_model.layer_window(args, number) for number in megatron_delta_net.attention_layers(args)]
+    if not windows:
+        return 0.0
     return sum(
         windows.count(window) * _pairs(sample, layer_mask(args, window)) for window in dict.fromkeys(windows)
     ) / len(windows)

@@ -63,10 +63,10 @@ def test_a_plain_run_is_checked_too(ranks: Ranks) -> None:
 
 
 def test_flags_that_only_the_job_s_gpus_can_honour_are_left_to_them(ranks: Ranks) -> None:
-    flags = [*SHARDED, *words("--global-batch-size 8 --apply-layernorm-1p --profile")]
+    flags = [*SHARDED, *words("--global-batch-size 8 --profile")]
     check(ranks, flags).check()
     run = check(ranks, flags, "--device", "cpu")
-    assert "--apply-layernorm-1p is not possible on a CPU" in run.output
+    assert "--profile is not possible on a CPU" in run.output
 
 
 @pytest.mark.parametrize("number", ["0", "many"])

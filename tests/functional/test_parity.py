@@ -119,6 +119,7 @@ TOPOLOGIES = {
     "tp2 x csbp2, sequence parallel, documents": Topology("documents", 4, [*TP2, SP, *CSBP2]),
     "gated delta nets, csbp4": Topology("hybrid", 4, CSBP4),
     "gated delta nets, cp2": Topology("hybrid", 2, CP2),
+    "gated delta nets, tp2": Topology("hybrid", 2, TP2),
     "gated delta nets, tp2 x csbp2, sequence parallel": Topology("hybrid", 4, [*TP2, SP, *CSBP2]),
     "gated delta nets, pp2 x csbp2, contiguous, full recompute": Topology(
         "hybrid", 4, [*PP2, *CSBP2, *words("--block-assignment contiguous"), *FULL_RECOMPUTE]

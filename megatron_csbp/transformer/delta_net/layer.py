@@ -57,6 +57,18 @@ class BlockDiffusionGatedDeltaNet(GatedDeltaNet):
                 f"gated delta net layers have SiLU, not {self.activation}; add --swiglu (they take the model's)."
             )
 
+        if self.tp_size > 1 and not self.config.sequence_parallel:
+            # Each tensor-parallel rank norms its own heads by the same weight. With sequence parallelism Megatron adds
+            # the ranks' gradients, and without it those of query and key norms only.
+            for parameter in self.out_norm.parameters():
+                parameter.register_hook(self._add_over_heads)
+
+    def _add_over_heads(self, grad: Tensor) -> Tensor:
+        """Add up the gradient of a parameter that all tensor-parallel ranks hold."""
+        total = grad.clone()
+        torch.distributed.all_reduce(total, group=self.pg_collection.tp)
+        return total
+
     def _setup_variant_attrs(self) -> None:
         """See `GatedDeltaNet`; the kernel is this package's choice."""
         super()._setup_variant_attrs()
