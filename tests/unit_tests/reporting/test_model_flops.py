@@ -36,6 +36,7 @@ def arguments(flags: str, clean_attention: CleanAttention) -> Namespace:
     args, _ = parse(MODEL + flags)
     args.padded_vocab_size, args.clean_seq_length, args.seq_length = 192, 64, 128
     args.clean_attention = str(clean_attention)
+    args.corrupted_views = 1
     return args
 
 
