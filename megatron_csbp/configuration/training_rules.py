@@ -5,12 +5,12 @@ They hold with and without block diffusion. Imports nothing of Megatron.
 """
 
 import importlib.util
-import re
 from argparse import Namespace
 from pathlib import Path
 
+from megatron_csbp.configuration.hub_rules import HUB_NAME
+
 _OF_A_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def check_training(args: Namespace) -> None:
@@ -126,7 +126,7 @@ def check_tokenizer(args: Namespace) -> None:
     path = Path(model)
     if kind in _OF_A_FILE and not path.is_file() and "://" not in model:
         raise ValueError(f"--tokenizer-model {model} is not a file here; a {kind} is loaded from one.")
-    if kind == "HuggingFaceTokenizer" and not path.exists() and not _HUB_NAME.fullmatch(model):
+    if kind == "HuggingFaceTokenizer" and not path.exists() and not HUB_NAME.fullmatch(model):
         raise ValueError(
             f"--tokenizer-model {model} does not exist here: a folder with tokenizer.json and tokenizer_config.json, "
             "or the name of a repository such as Qwen/Qwen3-8B, which is downloaded."
