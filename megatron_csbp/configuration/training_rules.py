@@ -10,6 +10,12 @@ from pathlib import Path
 
 from megatron_csbp.configuration.hub_rules import HUB_NAME
 
+_COUNTS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("seq_length", "make_vocab_size_divisible_by", "log_interval", "num_experts", "moe_router_topk"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+    *("num_layers_per_virtual_pipeline_stage", "recompute_num_layers"),
+)
 _OF_A_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
 
 
@@ -20,6 +26,7 @@ def check_training(args: Namespace) -> None:
         ValueError: see the single rules.
     """
     for rule in (
+        check_counts,
         check_batch_sizes,
         check_warmup,
         check_rates,
@@ -29,6 +36,14 @@ def check_training(args: Namespace) -> None:
         check_profiler,
     ):
         rule(args)
+
+
+def check_counts(args: Namespace) -> None:
+    """Sizes that Megatron divides by are at least 1."""
+    for name in _COUNTS:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1.")
 
 
 def check_batch_sizes(args: Namespace) -> None:

@@ -47,7 +47,7 @@ def judge(run: Finished, case: object, *done: str) -> bool:
     assert run.returncodes == [2], said
     assert len(lines) == 1, said
     assert "Traceback" not in run.output, said
-    assert "--" in lines[0] or "check of the arguments failed" in lines[0], said
+    assert any(named in lines[0] for named in ("--", "/", "Megatron's ")), said
     event("refused")
     return False
 
@@ -77,9 +77,13 @@ def checkpoint(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @st.composite
 def damages(draw: st.DrawFn) -> tuple[str, str, float]:
-    """A file of a checkpoint, what happens to it, and where in it."""
-    file = draw(st.sampled_from(["*.txt", "*.json", "*/metadata.json", "*/.metadata", "*/common.pt", "*/*.distcp"]))
-    return file, draw(st.sampled_from(["cut", "garble", "zero", "remove", "fill"])), draw(st.floats(0, 0.999))
+    """A file of a checkpoint, what happens to it, and where in it.
+
+    The tensors' own bytes are left alone: only reading them all, which is Megatron's work, would notice.
+    """
+    file = draw(st.sampled_from(["*.txt", "*/metadata.json", "*/.metadata", "*/common.pt", "*/*.distcp"]))
+    ways = ["cut", "remove"] if "distcp" in file else ["cut", "garble", "zero", "remove", "fill"]
+    return file, draw(st.sampled_from(ways)), draw(st.floats(0, 0.999))
 
 
 def damage(folder: Path, pattern: str, how: str, place: float) -> None:

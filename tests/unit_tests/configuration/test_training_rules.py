@@ -64,6 +64,8 @@ REFUSED = {
         "--tokenizer-type GPT2BPETokenizer needs --vocab-file",
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER",
     ),
+    "no heads": ("--num-attention-heads 0", "--num-attention-heads 0 must be at least 1"),
+    "no tensor-parallel rank": ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
     "a tokenizer folder that is not there": (
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model /none",
         "--tokenizer-model /none does not exist here",
