@@ -14,7 +14,7 @@ _COUNTS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("seq_length", "make_vocab_size_divisible_by", "log_interval", "num_experts", "moe_router_topk"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-    *("num_layers_per_virtual_pipeline_stage", "recompute_num_layers"),
+    *("num_layers_per_virtual_pipeline_stage", "recompute_num_layers", "seed"),
 )
 _OF_A_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
 
@@ -39,11 +39,17 @@ def check_training(args: Namespace) -> None:
 
 
 def check_counts(args: Namespace) -> None:
-    """Sizes that Megatron divides by are at least 1."""
+    """Sizes that Megatron divides by are at least 1, and so on: it fails without naming the flag."""
     for name in _COUNTS:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1.")
+    if args.num_workers < 0:
+        raise ValueError(f"--num-workers {args.num_workers} must be at least 0; 2 is the default.")
+    if not args.rotary_base > 0:
+        raise ValueError(f"--rotary-base {args.rotary_base} must be above 0; for example 10000.")
+    if not 0.0 < args.rotary_percent <= 1.0:
+        raise ValueError(f"--rotary-percent {args.rotary_percent} must be above 0 and at most 1; for example 1.0.")
 
 
 def check_batch_sizes(args: Namespace) -> None:
