@@ -52,6 +52,10 @@ unit: $(INSTALLED) ## Run the unit tests
 functional: $(INSTALLED) ## Run the functional tests: whole runs of the real entries
 	$(BIN)/python -m pytest tests/functional
 
+.PHONY: fuzz
+fuzz: $(INSTALLED) ## Try many command lines, damaged checkpoints and texts: accepted, or refused in one line (hours)
+	$(BIN)/python -m pytest --hypothesis-profile fuzz tests/functional/test_fuzz.py
+
 MUTANTS ?= 100
 MUTATED ?= megatron_csbp/transformer megatron_csbp/loss
 .PHONY: mutate

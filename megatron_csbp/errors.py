@@ -100,7 +100,7 @@ def failure_in_words(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (AssertionError, AttributeError, ImportError, TypeError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         said = f": {error}" if str(error) else ""
         raise ValueError(

@@ -31,6 +31,7 @@ from megatron_csbp.configuration.checkpoint_rules import check_files, check_star
 from megatron_csbp.configuration.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
 from megatron_csbp.configuration.flag_names import FlagNames
 from megatron_csbp.configuration.hardware_queues import check_one_queue
+from megatron_csbp.configuration.hub_rules import check_hub_tokenizer
 from megatron_csbp.configuration.objective_flags import objective_from_args
 from megatron_csbp.configuration.output_folders import check_output_folders
 from megatron_csbp.configuration.own_geometries import prepare_own_geometries
@@ -104,6 +105,7 @@ def parse_and_validate_args(
         changes.extend(adapt_to_runtime(args, runtime, is_dry_run(args)))
         changes.extend(arguments.prepare_before_validation(args, frozenset(given)))
         check_training(args)
+        check_hub_tokenizer(args)
         check_output_folders(args, makes_them=not is_dry_run(args))
         if is_dry_run(args):
             check_mode.leave_reporting_out(args)

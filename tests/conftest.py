@@ -10,6 +10,7 @@ from tests.support.megatron_run import Ranks
 
 # Cores are often shared, so how long one example takes says nothing.
 settings.register_profile("shared cores", deadline=None)
+settings.register_profile("fuzz", deadline=None, print_blob=True)  # `make fuzz`, by --hypothesis-profile
 settings.load_profile("shared cores")
 
 

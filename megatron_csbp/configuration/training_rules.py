@@ -5,12 +5,18 @@ They hold with and without block diffusion. Imports nothing of Megatron.
 """
 
 import importlib.util
-import re
 from argparse import Namespace
 from pathlib import Path
 
+from megatron_csbp.configuration.hub_rules import HUB_NAME
+
+_COUNTS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("seq_length", "make_vocab_size_divisible_by", "log_interval", "num_experts", "moe_router_topk"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+    *("num_layers_per_virtual_pipeline_stage", "recompute_num_layers", "seed"),
+)
 _OF_A_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def check_training(args: Namespace) -> None:
@@ -20,6 +26,7 @@ def check_training(args: Namespace) -> None:
         ValueError: see the single rules.
     """
     for rule in (
+        check_counts,
         check_batch_sizes,
         check_warmup,
         check_rates,
@@ -29,6 +36,20 @@ def check_training(args: Namespace) -> None:
         check_profiler,
     ):
         rule(args)
+
+
+def check_counts(args: Namespace) -> None:
+    """Sizes that Megatron divides by are at least 1, and so on: it fails without naming the flag."""
+    for name in _COUNTS:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1.")
+    if args.num_workers < 0:
+        raise ValueError(f"--num-workers {args.num_workers} must be at least 0; 2 is the default.")
+    if not args.rotary_base > 0:
+        raise ValueError(f"--rotary-base {args.rotary_base} must be above 0; for example 10000.")
+    if not 0.0 < args.rotary_percent <= 1.0:
+        raise ValueError(f"--rotary-percent {args.rotary_percent} must be above 0 and at most 1; for example 1.0.")
 
 
 def check_batch_sizes(args: Namespace) -> None:
@@ -126,7 +147,7 @@ def check_tokenizer(args: Namespace) -> None:
     path = Path(model)
     if kind in _OF_A_FILE and not path.is_file() and "://" not in model:
         raise ValueError(f"--tokenizer-model {model} is not a file here; a {kind} is loaded from one.")
-    if kind == "HuggingFaceTokenizer" and not path.exists() and not _HUB_NAME.fullmatch(model):
+    if kind == "HuggingFaceTokenizer" and not path.exists() and not HUB_NAME.fullmatch(model):
         raise ValueError(
             f"--tokenizer-model {model} does not exist here: a folder with tokenizer.json and tokenizer_config.json, "
             "or the name of a repository such as Qwen/Qwen3-8B, which is downloaded."

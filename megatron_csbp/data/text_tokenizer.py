@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_csbp.configuration.hub_rules import require_hub
 from megatron_csbp.data.text_pieces import PIECE_CHARACTERS, EncodedPiece, Ids, encode_in_pieces
 
 
@@ -67,6 +68,7 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> TextTokenizer:
     """
     if Path(name).is_file():
         return _from_json_file(name, eod_token)
+    require_hub("--tokenizer", name)
     from transformers import AutoTokenizer
 
     try:

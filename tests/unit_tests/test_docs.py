@@ -64,6 +64,15 @@ def test_the_readme_names_flags_that_exist() -> None:
     assert [flag for flag in flags if flag not in known] == []
 
 
+def test_the_page_of_faults_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "faults.md").read_text()
+    named = re.findall(r"\[([^\]]+)\]\(\.\./(tests/[\w/]+/test_\w+\.py)\)", text)
+    assert len(named) >= 80
+    defined = {file: (ROOT / file).read_text() for _, file in named}
+    missing = [f"{file}: {name}" for name, file in named if f"def test_{name.replace(' ', '_')}(" not in defined[file]]
+    assert missing == []
+
+
 def messages() -> str:
     """Return every string of the package, values of f-strings left out."""
     found = []

@@ -64,6 +64,12 @@ REFUSED = {
         "--tokenizer-type GPT2BPETokenizer needs --vocab-file",
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER",
     ),
+    "no heads": ("--num-attention-heads 0", "--num-attention-heads 0 must be at least 1"),
+    "a seed that is none": ("--seed 0", "--seed 0 must be at least 1"),
+    "fewer than no workers": ("--num-workers -1", "--num-workers -1 must be at least 0"),
+    "no rotary base": ("--rotary-base 0", "--rotary-base 0 must be above 0", "10000"),
+    "no rotary dims": ("--rotary-percent 0", "--rotary-percent 0.0 must be above 0", "1.0"),
+    "no tensor-parallel rank": ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
     "a tokenizer folder that is not there": (
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model /none",
         "--tokenizer-model /none does not exist here",
