@@ -30,7 +30,7 @@ def arguments(flags: str = "", **changes: Any) -> Namespace:
     args, _ = parse(f"{RUN} {flags}")
     args.rank = 0
     args.params_dtype = torch.float32
-    args.clean_seq_length = args.seq_length
+    args.clean_seq_length, args.corrupted_views = args.seq_length, 1
     args.padded_vocab_size = 192
     args.start_weight_decay = args.end_weight_decay = args.weight_decay
     return Namespace(**vars(args) | changes)

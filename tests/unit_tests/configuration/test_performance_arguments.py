@@ -107,6 +107,6 @@ def test_a_run_without_recomputation_does_not_recompute() -> None:
 )
 def test_why_the_last_layer_is_whole(flags: str, reason: str | None) -> None:
     args, _ = parse(f"{VALID} {flags} --bp-size 2 --context-parallel-size 2")
-    args.clean_seq_length = args.seq_length
+    args.clean_seq_length, args.corrupted_views = args.seq_length, 1
     assert why_last_layer_is_whole(args, loss_on_clean_rows=False) == reason
     assert why_last_layer_is_whole(args, loss_on_clean_rows=True) == "the objective has a loss on the clean copy"

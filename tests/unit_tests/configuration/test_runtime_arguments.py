@@ -108,7 +108,8 @@ def test_low_precision_formats_are_refused_on_a_cpu() -> None:
         ("--log-straggler", "leave the flag out"),
     ],
 )
-def test_what_only_a_gpu_can_do_is_refused_on_a_cpu(flags: str, instead: str) -> None:
+def test_what_only_a_gpu_can_do_is_refused_on_a_cpu(flags: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_arguments, "_imports", lambda module: module in OPTIONAL)
     args, _ = parse(flags)
     assert adapt_to_runtime(args, CUDA) == []
     with pytest.raises(ValueError, match=f"^{flags.split()[0]} is not possible on a CPU: .*; {instead}"):
