@@ -87,8 +87,7 @@ def parse_and_validate_args(
     parsers: list[ArgumentParser] = []
 
     def add_flags(parser: ArgumentParser) -> ArgumentParser:
-        parser = extra_args_provider(parser) if extra_args_provider is not None else parser
-        parser = arguments.add_arguments(parser)
+        parser = arguments.add_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
         megatron_compat.make_help_printable(parser)
         say_errors_in_one_line(parser)
         parsers.append(parser)
