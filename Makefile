@@ -41,7 +41,11 @@ bench: $(INSTALLED) ## Measure CP, BP and CSBP side by side and regenerate bench
 	$(BIN)/python -m benchmarks.run
 
 .PHONY: test
-test: lint $(INSTALLED) ## Run every check: lint, types, unit tests, functional tests
+test: lint $(INSTALLED) ## Run the checks: lint, types, unit tests, functional tests
+	$(BIN)/python -m pytest -m "not slow" tests/unit_tests tests/functional
+
+.PHONY: test-all
+test-all: lint $(INSTALLED) ## The same with the tests marked slow: further cases of the same kinds
 	$(BIN)/python -m pytest tests/unit_tests tests/functional
 
 .PHONY: unit
