@@ -78,7 +78,7 @@ class Sample:
     @property
     def is_static(self) -> bool:
         """Whether the sample is one document with every block active: the geometry of pretraining."""
-        return self.active is None and len(self.documents) == 1 and int(self.documents[0, 1]) == self.length
+        return self.active is None and self.documents.tolist() == [[0, self.length]]
 
     @property
     def views(self) -> range:

@@ -28,6 +28,7 @@ def test_without_more_a_sample_is_one_document_of_active_blocks() -> None:
     "changes",
     [
         {"documents": np.array([(0, 23)])},
+        {"documents": np.array([(4, 24)])},
         {"documents": np.array([(0, 12), (12, 24)])},
         {"active": np.ones((1, 6), dtype=bool)},
     ],
