@@ -70,7 +70,8 @@ def test_every_rank_refuses_data_that_are_not_there(ranks: Ranks, tmp_path: Path
     ],
 )
 def test_every_rank_refuses_to_resume_another_run(flags: str, said: str, ranks: Ranks, checkpoint: Path) -> None:
-    run = ranks.train([*RUN, *words(flags), "--load", str(checkpoint)], 2, timeout=QUICK_SECONDS)
+    resumed = [*RUN, *iterations(2), *words(flags), "--load", str(checkpoint)]
+    run = ranks.train(resumed, 2, timeout=QUICK_SECONDS)
     check_refused(run, said, "--finetune")
 
 
