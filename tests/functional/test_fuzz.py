@@ -139,7 +139,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "tokenizer.json"
 
 
-@examples(40)
+@examples(15)
 @given(
     lines=st.lists(texts, max_size=4),
     name=st.sampled_from(["a.jsonl", "a.txt", "a.json", "a"]),
