@@ -95,7 +95,7 @@ def test_the_start_summary_says_what_runs(ranks: Ranks) -> None:
         "rank 0 owns chunks 0 (blocks 0-1), 3 (blocks 6-7)",
         "rank 1 owns chunks 1 (blocks 2-3), 2 (blocks 4-5)",
         "attention backend: torch (--csbp-attention-backend auto; the run is on a CPU)",
-        "corrupted copy: 0 bytes",
+        "corrupted copies: 0 bytes",
         "calculate_per_token_loss: False -> True",
         "hidden_dropout: 0.1 -> 0.0",
         "seq_length: 64 -> 128",
