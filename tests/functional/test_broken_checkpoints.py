@@ -132,5 +132,5 @@ def test_the_summary_says_what_a_run_starts_from(ranks: Ranks, saved: Path, tmp_
 def test_a_forgotten_shared_expert_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     flags = [*MOE, *BLOCK_DIFFUSION, *iterations(2)]
     ranks.train([*flags, "--save", str(tmp_path), *words("--moe-shared-expert-intermediate-size 32")]).check()
-    run = ranks.train([*flags, "--load", str(tmp_path)], timeout=QUICK_SECONDS)
+    run = ranks.train([*flags, *iterations(3), "--load", str(tmp_path)], timeout=QUICK_SECONDS)
     check_refused(run, "Add --moe-shared-expert-intermediate-size 32")
