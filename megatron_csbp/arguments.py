@@ -12,7 +12,7 @@ from functools import lru_cache
 from megatron_csbp import megatron_delta_net, megatron_model
 from megatron_csbp.check_mode import add_check_mode_argument
 from megatron_csbp.configuration.argument_rules import check_before_megatron
-from megatron_csbp.configuration.changes import Change
+from megatron_csbp.configuration.changes import Change, Changes
 from megatron_csbp.configuration.diffusion_arguments import (
     add_geometry_arguments,
     add_objective_arguments,
@@ -155,7 +155,7 @@ def prepare_before_validation(args: Namespace, given: frozenset[str]) -> list[Ch
         resolve_scheme(args.context_parallel_size, args.block_parallel_size, args.context_scheme)
     )
     fill_objective_defaults(args)
-    changes = _Changes(args)
+    changes = Changes(args)
     group_size = max(args.context_parallel_size, args.block_parallel_size)
     changes.set("context_parallel_size", group_size, "BP overlays Megatron's CP axis: both name the same ranks")
     changes.set(
@@ -181,7 +181,7 @@ def prepare_after_validation(args: Namespace) -> list[Change]:
     if not is_block_diffusion(args):
         return []
     args.clean_seq_length = args.seq_length
-    changes = _Changes(args)
+    changes = Changes(args)
     rows = static_plans(args, rank=0).rows
     changes.set("seq_length", rows.num_rows * rows.sharding.group_size, "rows of all copies in one context group")
     return changes.made
@@ -237,17 +237,3 @@ def plan_keys(args: Namespace) -> tuple[PlanKey, ...]:
     if args.csbp_whole_last_layer is None:
         keys[layer_mask(args, megatron_model.layer_window(args, args.num_layers)), False] = None
     return tuple(keys)
-
-
-class _Changes:
-    """Sets arguments and remembers what changed."""
-
-    def __init__(self, args: Namespace) -> None:
-        self.made: list[Change] = []
-        self._args = args
-
-    def set(self, name: str, value: object, reason: str) -> None:
-        before = getattr(self._args, name)
-        if before != value:
-            self.made.append(Change(name, before, value, reason))
-            setattr(self._args, name, value)

@@ -112,7 +112,7 @@ def parse_and_validate_args(
     def after(args: Namespace) -> None:
         changes.extend(arguments.prepare_after_validation(args))
         if arguments.is_block_diffusion(args) and has_own_geometries(args):
-            prepare_own_geometries(args)
+            changes.extend(prepare_own_geometries(args))
 
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing of Megatron's arguments is changed in silence: a change is recorded with its reason."""
 
+from argparse import Namespace
 from dataclasses import dataclass
 
 
@@ -19,3 +20,22 @@ class Change:
     before: object
     after: object
     reason: str
+
+
+class Changes:
+    """Sets arguments and remembers what changed.
+
+    Attributes:
+        made: the changes so far.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self.made: list[Change] = []
+        self._args = args
+
+    def set(self, name: str, value: object, reason: str) -> None:
+        """Set an argument, and remember it if it had another value."""
+        before = getattr(self._args, name)
+        if before != value:
+            self.made.append(Change(name, before, value, reason))
+            setattr(self._args, name, value)

@@ -34,8 +34,11 @@ _FIXED = (
     "seed",
     "query_scale_beta",
     "corrupted_views",
+    "pack_documents",
+    "loss_on",
+    "long_documents",
 )
-_BEFORE_ITS_FLAG = {"corrupted_views": 1}
+_BEFORE_ITS_FLAG = {"corrupted_views": 1, "pack_documents": False, "loss_on": "answers", "long_documents": "refuse"}
 """What a run did before there was a flag; None in all other cases."""
 
 

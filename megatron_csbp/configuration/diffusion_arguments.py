@@ -91,8 +91,8 @@ def add_packing_arguments(group: Group) -> None:
         "--loss-on",
         choices=["answers", "all"],
         default="answers",
-        help="With --pack-documents: train on the tokens that preparation has marked as answers (all tokens, where it "
-        "marked none), or on all.",
+        help="With --pack-documents: train on the tokens that PREFIX.loss.bin marks as answers (on all tokens of a "
+        "dataset without that file), or on all.",
     )
     group.add_argument(
         "--long-documents",

@@ -5,7 +5,7 @@ CUDA reads the variable when it starts in a process, so an entry sets it before 
 already stays as it is.
 """
 
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import ArgumentError, ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import MutableMapping, Sequence
 
 from megatron_csbp.configuration.config_file import switches_and_values, take_yaml_flag
@@ -74,5 +74,5 @@ def _flags_of(argv: Sequence[str]) -> Namespace:
     # A value that is no number is refused later, by the parser that knows all flags.
     try:
         return parser.parse_known_args([word for word in rest if word not in ("-h", "--help")])[0]
-    except Exception:
+    except ArgumentError:
         return parser.parse_args([])

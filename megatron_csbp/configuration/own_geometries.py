@@ -3,6 +3,8 @@
 
 from argparse import Namespace
 
+from megatron_csbp.configuration.changes import Change, Changes
+
 
 def check_own_geometries(args: Namespace) -> None:
     """Samples with geometries of their own come one by one, and their rows divide among tensor-parallel ranks."""
@@ -36,17 +38,23 @@ def check_own_geometries(args: Namespace) -> None:
         )
 
 
-def prepare_own_geometries(args: Namespace) -> None:
+def prepare_own_geometries(args: Namespace) -> list[Change]:
     """Let pipeline stages tell one another the rows of each micro-batch, since no two need have as many.
 
     Args:
         args: validated arguments; changed in place.
 
+    Returns:
+        The changes made, for the start summary.
+
     Raises:
         ValueError: see `check_own_geometries`.
     """
     check_own_geometries(args)
-    args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
-    if args.num_experts is None:
-        # Megatron's default of a dispatcher that a dense model never uses; it would refuse the line above.
-        args.moe_token_dispatcher_type = "alltoall"
+    changes = Changes(args)
+    if args.pipeline_model_parallel_size > 1:
+        changes.set("variable_seq_lengths", True, "samples differ in their rows; stages tell one another how many")
+        if args.num_experts is None:
+            reason = "the default of a dispatcher that a dense model never uses excludes variable_seq_lengths"
+            changes.set("moe_token_dispatcher_type", "alltoall", reason)
+    return changes.made

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents packed into samples, as one of Megatron's datasets: its builder splits, blends and repeats it.
 
-Beside the documents, `PREFIX.loss.bin/.idx` may say which of their tokens carry loss (1) and which do not (0), as
-preparation of conversations writes it.
+Beside the documents, `PREFIX.loss.bin/.idx` may say which of their tokens carry loss (1) and which do not (0).
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ class PackedDatasetConfig(GPTDatasetConfig):
 
     Attributes:
         diffusion_block_size: M; a document starts at a multiple of it.
-        loss_on: `answers`, the tokens that preparation has marked, or `all`.
+        loss_on: `answers`, the tokens marked in `PREFIX.loss.bin`, if there is one, or `all`.
         long_documents: `refuse` documents that are longer than a sample, or `cut` them.
     """
 
@@ -153,7 +152,7 @@ def _loss_marks(dataset_path: str | None, dataset: IndexedDataset) -> IndexedDat
     marks = IndexedDataset(prefix, multimodal=False)
     if not np.array_equal(marks.sequence_lengths, dataset.sequence_lengths):
         raise ValueError(
-            f"{prefix}.idx marks other documents than {dataset_path}.idx holds; prepare the data again with "
-            "python -m megatron_csbp.data.prepare."
+            f"{prefix}.idx marks other documents than {dataset_path}.idx holds. Write a mark for each of its tokens, "
+            "or remove the file to train on all of them."
         )
     return marks

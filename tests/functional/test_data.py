@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -122,6 +122,38 @@ def test_a_batch_without_loss_steps_as_megatron_does_with_gradients_of_zero(rank
     assert set(shrunk.values()) == {decay, 1.0}
     for name, factor in shrunk.items():
         torch.testing.assert_close(after[name], before[name] * factor, rtol=1e-6, atol=0)
+
+
+def test_packed_documents_with_few_answers_train_like_one_rank_with_all_blocks(
+    corpus: Corpus, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Every third document has an answer, its last fifth: on two ranks only blocks with loss have corrupted rows."""
+    prefix = tmp_path / "data"
+    for ending in (".bin", ".idx", ".meta.json"):
+        Path(f"{prefix}{ending}").write_bytes(Path(f"{corpus.first}{ending}").read_bytes())
+    lengths = IndexedDataset(str(prefix)).sequence_lengths.tolist()
+    marks = IndexedDatasetBuilder(f"{prefix}.loss.bin", dtype=np.uint8)
+    for number, length in enumerate(lengths):
+        answer = (np.arange(length) >= 0.8 * length) & (number % 3 == 0)
+        marks.add_document(answer.astype(np.uint8), [length])
+    marks.finalize(f"{prefix}.loss.idx")
+    flags = [
+        *without(corpus.flags, "--eod-mask-loss", "--micro-batch-size", "--seq-length", "--max-position-embeddings")
+    ]
+    flags += words("--seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --pack-documents")
+    flags += ["--data-path", str(prefix), *iterations(6, evaluate=True)]
+    one = ranks.train([*flags, "--csbp-all-blocks"]).check()
+    two = ranks.train([*flags, *CSBP2, "--save", str(tmp_path / "saved"), "--save-interval", "3"], 2).check()
+    assert len(one.losses()) == 6
+    for name in ("lm loss", "diffusion loss", "ar loss"):
+        assert worst_difference(two.losses(name), one.losses(name)) < CURVE_TOLERANCE
+    assert worst_difference(two.grad_norms, one.grad_norms) < CURVE_TOLERANCE
+    assert worst_difference(two.evaluated("nelbo"), one.evaluated("nelbo")) < CURVE_TOLERANCE
+    resumed = [*flags, *CSBP2, "--load", str(tmp_path / "saved"), "--ckpt-step", "3"]
+    assert ranks.train(resumed, 2).check().records == two.records[3:]
+    refused = ranks.train([*resumed, "--loss-on", "all"], 2, timeout=120)
+    assert set(refused.returncodes) == {2}
+    assert "--loss-on all differs from answers in the checkpoint" in refused.output
 
 
 @pytest.mark.parametrize("order", ["single", "cyclic"])

@@ -119,8 +119,11 @@ def test_what_only_a_gpu_can_do_is_refused_on_a_cpu(flags: str, instead: str, mo
 def test_block_diffusion_runs_have_zero_centred_norms_on_a_cpu() -> None:
     args, _ = parse("--apply-layernorm-1p --diffusion-block-size 8")
     adapt_to_runtime(args, CPU)
+    assert args.layernorm_zero_centered_gamma
 
 
 def test_pytorchs_profiler_runs_on_a_cpu() -> None:
     args, _ = parse("--profile --use-pytorch-profiler")
     adapt_to_runtime(args, CPU)
+    assert args.profile
+    assert args.use_pytorch_profiler
