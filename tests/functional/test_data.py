@@ -127,14 +127,14 @@ def test_a_batch_without_loss_steps_as_megatron_does_with_gradients_of_zero(rank
 def test_packed_documents_with_few_answers_train_like_one_rank_with_all_blocks(
     corpus: Corpus, ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Every third document has an answer, its last fifth: on two ranks only blocks with loss have corrupted rows."""
+    """Every second document has an answer, its last third: on two ranks only blocks with loss have corrupted rows."""
     prefix = tmp_path / "data"
     for ending in (".bin", ".idx", ".meta.json"):
         Path(f"{prefix}{ending}").write_bytes(Path(f"{corpus.first}{ending}").read_bytes())
-    lengths = IndexedDataset(str(prefix)).sequence_lengths.tolist()
+    documents = IndexedDataset(str(prefix))  # unmaps its index when it goes
     marks = IndexedDatasetBuilder(f"{prefix}.loss.bin", dtype=np.uint8)
-    for number, length in enumerate(lengths):
-        answer = (np.arange(length) >= 0.8 * length) & (number % 3 == 0)
+    for number, length in enumerate(documents.sequence_lengths.tolist()):
+        answer = (np.arange(length) >= 0.7 * length) & (number % 2 == 0)
         marks.add_document(answer.astype(np.uint8), [length])
     marks.finalize(f"{prefix}.loss.idx")
     flags = [
