@@ -104,14 +104,8 @@ class PackedDataset(MegatronDataset):
         """Return the tokens of each document that go into a sample."""
         lengths = np.asarray(self.dataset.sequence_lengths, dtype=np.int64)[self.indices]
         limit = self.config.sequence_length
-        too_long = np.flatnonzero(lengths > limit)
-        if len(too_long) and self.config.long_documents == "refuse":
-            longest = int(too_long[lengths[too_long].argmax()])
-            raise ValueError(
-                f"{self.dataset_path}: {len(too_long)} of {len(lengths)} documents are longer than --seq-length "
-                f"{limit}; the longest, document {int(self.indices[longest])}, has {int(lengths[longest])} tokens. "
-                "Use a longer --seq-length, or --long-documents cut to train on their beginnings."
-            )
+        if self.config.long_documents == "refuse":
+            check_document_lengths(lengths, self.indices, limit, str(self.dataset_path))
         usable: IntArray = np.minimum(lengths, limit)
         return usable
 
@@ -140,19 +134,54 @@ class PackedDataset(MegatronDataset):
         return float((-(-lengths // block) * block).sum() / positions), float(lengths.sum() / positions)
 
 
-def _loss_marks(dataset_path: str | None, dataset: IndexedDataset) -> IndexedDataset | None:
-    """Open the marks beside a dataset; None if there are none.
+def check_document_lengths(
+    lengths: npt.NDArray[np.integer[Any]], numbers: npt.NDArray[np.integer[Any]], sequence_length: int, source: str
+) -> None:
+    """Check that no document is longer than a sample.
+
+    Args:
+        lengths: tokens of each document, [d].
+        numbers: number of each document in its file, [d].
+        sequence_length: L.
+        source: what the documents are of, for the message.
 
     Raises:
-        ValueError: they are not of these documents.
+        ValueError: one is.
     """
+    count, longest = int((lengths > sequence_length).sum()), int(lengths.argmax())
+    if count:
+        raise ValueError(
+            f"{source}: {count} of {len(lengths)} documents are longer than --seq-length {sequence_length}; the "
+            f"longest, document {int(numbers[longest])}, has {int(lengths[longest])} tokens. Use a longer --seq-length, or "
+            "--long-documents cut to train on their beginnings."
+        )
+
+
+def check_loss_marks(
+    marks: npt.NDArray[np.integer[Any]], lengths: npt.NDArray[np.integer[Any]], source: str | None
+) -> None:
+    """Check that there is a mark for each token.
+
+    Args:
+        marks: marks of each document, [d].
+        lengths: tokens of each document, [d].
+        source: prefix of the documents, for the message.
+
+    Raises:
+        ValueError: the marks are not of these documents.
+    """
+    if not np.array_equal(marks, lengths):
+        raise ValueError(
+            f"{source}{LOSS_SUFFIX}.idx marks other documents than {source}.idx holds. Write a mark for each of its "
+            "tokens, or remove the file to train on all of them."
+        )
+
+
+def _loss_marks(dataset_path: str | None, dataset: IndexedDataset) -> IndexedDataset | None:
+    """Open the marks beside a dataset; None if there are none."""
     prefix = f"{dataset_path}{LOSS_SUFFIX}"
     if not Path(f"{prefix}.idx").exists():
         return None
     marks = IndexedDataset(prefix, multimodal=False)
-    if not np.array_equal(marks.sequence_lengths, dataset.sequence_lengths):
-        raise ValueError(
-            f"{prefix}.idx marks other documents than {dataset_path}.idx holds. Write a mark for each of its tokens, "
-            "or remove the file to train on all of them."
-        )
+    check_loss_marks(marks.sequence_lengths, dataset.sequence_lengths, dataset_path)
     return marks

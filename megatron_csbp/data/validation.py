@@ -7,6 +7,7 @@ has stopped.
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_csbp.data.index_cache import check_index_cache
 from megatron_csbp.data.indexed_files import IndexedFiles, open_indexed_files
+from megatron_csbp.data.packed_dataset import LOSS_SUFFIX, check_document_lengths, check_loss_marks
 
 SCANNED_TOKENS = 1 << 24
 """Tokens read of all datasets of a blend together at most, to find their largest token ids."""
@@ -151,8 +153,21 @@ def _open_all(blend: Blend, flag: str, args: Any) -> Iterator[IndexedFiles]:
         if args.padded_vocab_size is not None:
             most = max(LEAST_SCANNED_TOKENS, SCANNED_TOKENS // len(blend[0]))
             _check_vocabulary(files, flag, args.padded_vocab_size, most)
-        check_index_cache(files, flag, args)
+        if args.pack_documents:
+            _check_packed(files, flag, args)
+        else:
+            check_index_cache(files, flag, args)
         yield files
+
+
+def _check_packed(files: IndexedFiles, flag: str, args: Any) -> None:
+    """Check documents that are to be packed, and their marks."""
+    if args.long_documents == "refuse":
+        numbers = np.arange(len(files.sequence_lengths))
+        check_document_lengths(files.sequence_lengths, numbers, args.clean_seq_length, f"{flag} {files.prefix}")
+    if Path(f"{files.prefix}{LOSS_SUFFIX}.idx").exists():
+        marks = open_indexed_files(f"{files.prefix}{LOSS_SUFFIX}", flag)
+        check_loss_marks(marks.sequence_lengths, files.sequence_lengths, str(files.prefix))
 
 
 def _check_vocabulary(files: IndexedFiles, flag: str, padded_vocab_size: int, most_tokens: int) -> None:
@@ -178,6 +193,7 @@ def _check_samples(files: IndexedFiles, flag: str, split: Split, tokens: int, bl
     """Check that a split has a sample where Megatron does not repeat the data: blends without weights, one epoch."""
     prefixes, weights = blend
     draws_one_epoch = (len(prefixes) > 1 and weights is None) or (split is Split.valid and args.full_validation)
+    draws_one_epoch = draws_one_epoch and not args.pack_documents  # where one document makes a sample
     needed = args.clean_seq_length + 1 if draws_one_epoch else 2
     if tokens < needed:
         sample = f"one sample of --seq-length {args.clean_seq_length} and the token after it"

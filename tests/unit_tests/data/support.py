@@ -82,6 +82,8 @@ def megatron_args(**changes: Any) -> SimpleNamespace:
         "micro_batch_size": 2,
         "global_batch_size": 4,
         "num_workers": 0,
+        "loss_on": "answers",
+        "long_documents": "refuse",
     }
     off = (
         "sft fim_data reset_position_ids reset_attention_mask dataloader_inter_document_masking "

@@ -53,6 +53,29 @@ def test_data_in_object_storage_are_left_to_megatron() -> None:
     validate(data_path=["s3://bucket/a"])
 
 
+def test_documents_too_long_to_pack_are_named_on_every_rank_before_they_are_read(tmp_path: Path) -> None:
+    prefix = write_indexed(tmp_path / "a", [np.zeros(length) for length in (5, 70, 9, 65)])
+    packed = {"data_path": [prefix], "pack_documents": True, "split": "100,0,0", "eval_iters": 0}
+    refuses(
+        "2 of 4 documents are longer than --seq-length 64; .* document 1, has 70 tokens.* --long-documents cut",
+        clean_seq_length=64,
+        **packed,
+    )
+    validate(clean_seq_length=64, long_documents="cut", **packed)
+    validate(clean_seq_length=70, **packed)
+
+
+def test_marks_of_other_documents_and_damaged_marks_are_refused(tmp_path: Path) -> None:
+    prefix = write_indexed(tmp_path / "a", [np.zeros(5), np.zeros(9)])
+    packed = {"data_path": [prefix], "pack_documents": True, "split": "100,0,0", "eval_iters": 0}
+    marks = write_indexed(tmp_path / "a.loss", [np.ones(5), np.ones(8)], np.uint8)
+    refuses(r"a\.loss\.idx marks other documents than .*a\.idx holds\. Write a mark for each", **packed)
+    write_indexed(tmp_path / "a.loss", [np.ones(5), np.ones(9)], np.uint8)
+    validate(**packed)
+    Path(f"{marks}.bin").unlink()
+    refuses(r"a\.loss\.bin", **packed)
+
+
 def test_no_data_and_two_kinds_of_data_are_refused(tmp_path: Path) -> None:
     refuses("no training data: give --data-path PREFIX .* or --mock-data")
     refuses("--mock-data excludes data paths", mock_data=True, data_path=[dataset(tmp_path)])
