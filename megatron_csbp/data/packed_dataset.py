@@ -152,8 +152,8 @@ def check_document_lengths(
     if count:
         raise ValueError(
             f"{source}: {count} of {len(lengths)} documents are longer than --seq-length {sequence_length}; the "
-            f"longest, document {int(numbers[longest])}, has {int(lengths[longest])} tokens. Use a longer --seq-length, or "
-            "--long-documents cut to train on their beginnings."
+            f"longest, document {int(numbers[longest])}, has {int(lengths[longest])} tokens. Use a longer "
+            "--seq-length, or --long-documents cut to train on their beginnings."
         )
 
 
