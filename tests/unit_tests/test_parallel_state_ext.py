@@ -2,18 +2,15 @@
 """One spawn of four gloo ranks collects facts about several topologies; the tests judge them."""
 
 import dataclasses
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from megatron.core import parallel_state as mpu
 
 from megatron_csbp import parallel_state_ext as bp
+from tests.support.gloo_ranks import facts_of_ranks
 from tests.support.rank_lists import (
     DEFAULT_RANK_ORDER,
     PIPELINE_BEFORE_DATA_RANK_ORDER,
@@ -120,9 +117,7 @@ def error_of(case: Case) -> str:
     return "no error"
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
+def collect() -> dict[str, Any]:
     facts: dict[str, Any] = {name: facts_of(case) for name, case in CASES.items()}
     facts["unequal_sizes"] = error_of(Case(block_size=2, cp=4))
     facts["block_size_without_context_group"] = error_of(Case(block_size=4, cp=1))
@@ -135,16 +130,12 @@ def worker(rank: int, folder: str) -> None:
     dist.destroy_process_group()
     bp.destroy_block_parallel()
     facts["initialized_at_the_end"] = bp.block_parallel_is_initialized()
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(facts))
+    return facts
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("gloo")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
-        torch.multiprocessing.spawn(worker, args=(str(folder),), nprocs=WORLD_SIZE)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    return facts_of_ranks(collect, WORLD_SIZE, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("name", CASES)

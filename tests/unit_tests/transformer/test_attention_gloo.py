@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over real gloo groups of 2 and 4 ranks: one spawn collects facts about all cases; the tests judge them."""
 
-import json
-import os
 import random
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +21,7 @@ from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger,
 from tests.support.attention_cases import DISTRIBUTED_SCHEMES, Case, add_results, attend_on_rank
 from tests.support.delayed_exchange import DelayedExchange
 from tests.support.dense_oracle import Result
+from tests.support.gloo_ranks import facts_of_ranks
 
 WORLD_SIZE = 4
 EXCHANGING = [Scheme.CONTEXT_PARALLEL, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL]
@@ -168,26 +165,19 @@ def facts_of_coalescing(group: dist.ProcessGroup) -> dict[str, Any]:
     }
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
+def collect() -> dict[str, Any]:
     half, _ = dist.new_subgroups(2)
     groups = {2: half, 4: dist.group.WORLD}
     facts = {name: facts_of(case, groups[case.group_size]) for name, case in CASES.items()}
     whole = [dist.new_group() for _ in range(MOST_UNDER_WAY)]
     facts |= {f"delays {scheme}": facts_of_delays(scheme, whole) for scheme in EXCHANGING}
     facts["coalescing"] = facts_of_coalescing(whole[0])
-    dist.destroy_process_group()
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(facts))
+    return facts
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("gloo")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
-        torch.multiprocessing.spawn(worker, args=(str(folder),), nprocs=WORLD_SIZE)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    return facts_of_ranks(collect, WORLD_SIZE, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("name", CASES)

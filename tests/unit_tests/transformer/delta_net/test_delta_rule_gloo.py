@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delta-net layers over real gloo groups of 2 and 4 ranks: one spawn collects facts about all cases."""
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from megatron_csbp.transformer.delta_net.exchange import ContextGroupChunkExchange
 from megatron_csbp.transformer.delta_net.traffic import DeltaNetSizes, layer_volumes
 from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme
 from megatron_csbp.transformer.traffic_ledger import LayerLedger, TrafficLedger, total
 from tests.support.delta_oracle import HEADS, LOOK_BACK, DeltaCase, DeltaResult, add_results, run_on_rank, sequential
+from tests.support.gloo_ranks import facts_of_ranks
 from tests.unit_tests.transformer.test_attention_gloo import Wire
 
 WORLD_SIZE = 4
@@ -54,23 +51,16 @@ def facts_of(case: DeltaCase, group: dist.ProcessGroup) -> dict[str, Any]:
     }
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
+def collect() -> dict[str, Any]:
     half, _ = dist.new_subgroups(2)
     groups = {2: half, 4: dist.group.WORLD}
     facts = {name: facts_of(case, groups[case.group_size]) for name, case in CASES.items()}
-    dist.destroy_process_group()
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(facts))
+    return facts
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("gloo")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
-        torch.multiprocessing.spawn(worker, args=(str(folder),), nprocs=WORLD_SIZE)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    return facts_of_ranks(collect, WORLD_SIZE, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("name", CASES)
