@@ -249,7 +249,7 @@ def check_replicated_router(args: Namespace) -> None:
     What each token's own experts compute is exact: gradients enter at rows that count on one rank only.
     """
     size = args.block_parallel_size
-    if args.num_experts is None or size == 1 or args.context_parallel_size > 1:
+    if not args.num_experts or size == 1 or args.context_parallel_size > 1:
         return
     balancing = set(args.moe_router_load_balancing_type) & {"sinkhorn", "quantile_balancing"}
     coefficients = args.moe_aux_loss_coeff

@@ -12,7 +12,7 @@ from megatron_csbp.configuration.hub_rules import HUB_NAME
 
 _COUNTS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("seq_length", "make_vocab_size_divisible_by", "log_interval", "num_experts", "moe_router_topk"),
+    *("seq_length", "make_vocab_size_divisible_by", "log_interval", "moe_router_topk"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
     *("num_layers_per_virtual_pipeline_stage", "recompute_num_layers", "seed"),
 )

@@ -138,6 +138,7 @@ def test_data_parallel_ranks_count() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
+        "--num-experts 0",  # which Megatron takes for none
         "--lr-warmup-iters 19",
         "--lr-warmup-fraction 0.1",
         "--save x --save-interval 5",
