@@ -9,23 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_csbp import megatron_loading
+from megatron_csbp.configuration.network_rules import settings_of_network
 
-_MODEL = """
-num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels
-max_position_embeddings position_embedding_type rotary_base rotary_percent rotary_interleaved
-rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor rotary_scaling_factor
-yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int mscale
-mscale_all_dim add_bias_linear add_qkv_bias swiglu squared_relu quick_geglu openai_gelu normalization layernorm_epsilon
-layernorm_zero_centered_gamma qk_layernorm qk_l2_norm untie_embeddings_and_output_weights attention_output_gate
-softmax_type
-apply_residual_connection_post_layernorm attention_softmax_in_fp32 multi_latent_attention window_size
-experimental_attention_variant hybrid_layer_pattern heterogeneous_layers_config_path
-heterogeneous_layers_config_encoded_json mtp_num_layers transformer_impl spec
-num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax moe_grouped_gemm
-moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_score_function moe_router_enable_expert_bias
-moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_load_balancing_type
+_BESIDE_THE_CONFIG = """
+group_query_attention max_position_embeddings rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor
+rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
+yarn_correction_range_round_to_int mscale mscale_all_dim swiglu squared_relu quick_geglu openai_gelu
+untie_embeddings_and_output_weights attention_softmax_in_fp32 hybrid_layer_pattern
+heterogeneous_layers_config_encoded_json transformer_impl num_experts moe_grouped_gemm moe_router_load_balancing_type
 bf16 fp16
 """
+"""What makes a model the same beside the fields of Megatron's configuration, which carry their argument's name."""
 _VOCABULARY = """
 tokenizer_type tokenizer_model vocab_size vocab_file merge_file make_vocab_size_divisible_by padded_vocab_size
 tiktoken_pattern tiktoken_num_special_tokens tokenizer_hf_no_use_fast
@@ -33,7 +27,7 @@ tokenizer_hf_no_include_special_tokens trust_remote_code
 """
 _OBJECTIVE = """
 query_scale_beta diffusion_block_size mask_token_id diffusion_objective clean_attention noise_schedule noise_eps
-diffusion_loss_weight ar_loss_weight eod_mask_loss
+diffusion_loss_weight ar_loss_weight eod_mask_loss corrupted_views window_anchor
 """
 
 
@@ -102,7 +96,9 @@ def set_defaults_from_checkpoint(parser: ArgumentParser, saved: Namespace) -> No
         saved: the checkpoint's arguments.
     """
     known = {action.dest: action for action in parser._actions}
-    for name in f"{_MODEL} {_VOCABULARY} {_OBJECTIVE}".split():
+    complete = Namespace(**{name: action.default for name, action in known.items()} | vars(saved))
+    of_network = [name for name in settings_of_network(complete) if name in known]
+    for name in [*of_network, *f"{_BESIDE_THE_CONFIG} {_VOCABULARY} {_OBJECTIVE}".split()]:
         value = getattr(saved, name, None)
         if name in known and value is not None:
             parser.set_defaults(**{name: value})

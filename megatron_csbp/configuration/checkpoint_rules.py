@@ -34,11 +34,18 @@ _FIXED = (
     "seed",
     "query_scale_beta",
     "corrupted_views",
+    "window_anchor",
     "pack_documents",
     "loss_on",
     "long_documents",
 )
-_BEFORE_ITS_FLAG = {"corrupted_views": 1, "pack_documents": False, "loss_on": "answers", "long_documents": "refuse"}
+_BEFORE_ITS_FLAG = {
+    "corrupted_views": 1,
+    "window_anchor": "position",
+    "pack_documents": False,
+    "loss_on": "answers",
+    "long_documents": "refuse",
+}
 """What a run did before there was a flag; None in all other cases."""
 
 

@@ -23,6 +23,9 @@ OTHER = {
     "clean_seq_length": 128,
     "seed": 8,
     "corrupted_views": 2,
+    "window_anchor": "block",
+    "loss_on": "all",
+    "long_documents": "cut",
 }
 
 
@@ -46,17 +49,17 @@ def test_a_resumed_run_keeps_its_noise_and_its_loss(save: Save, name: str) -> No
     assert not start.is_resumed
 
 
-def test_a_resumed_run_keeps_eod_mask_loss(save: Save) -> None:
+@pytest.mark.parametrize("flag", ["--eod-mask-loss", "--pack-documents"])
+def test_a_resumed_run_keeps_what_is_on_or_off(save: Save, flag: str) -> None:
     folder = save(arguments())
-    with pytest.raises(
-        ValueError, match=r"^--eod-mask-loss is given and was not .* Leave out --eod-mask-loss, or --f"
-    ):
-        check_start(arguments("--eod-mask-loss", load=str(folder)), FLAGS)
+    with pytest.raises(ValueError, match=f"^{flag} is given and was not .* Leave out {flag}, or --f"):
+        check_start(arguments(flag, load=str(folder)), FLAGS)
 
 
-def test_a_checkpoint_of_the_time_before_views_had_one(save: Save) -> None:
+def test_a_checkpoint_of_the_time_before_these_flags_resumes_with_their_defaults(save: Save) -> None:
     saved = arguments()
-    del saved.corrupted_views
+    for name in ("corrupted_views", "window_anchor", "pack_documents", "loss_on", "long_documents"):
+        delattr(saved, name)
     folder = save(saved)
     assert check_start(arguments(load=str(folder)), FLAGS).is_resumed
     with pytest.raises(ValueError, match=r"--corrupted-views 2 differs from 1"):
