@@ -78,9 +78,7 @@ def export_weights(
     with whole_folder(to, "--to") as folder:
         copy_side_files(like, folder)
         (folder / INDEX).unlink(missing_ok=True)
-        if config != whole_config:
-            write_config(folder, config)
-        _update_config(folder / "config.json", changed, widest)
+        _update_config(folder, config, changed, widest)
         with SafetensorsWriter(folder, tensors, _files_of(like)) as writer, released_memory() as done:
             for piece in parts:
                 for part, tensor in unpacked(piece, weights, shape):
@@ -195,9 +193,17 @@ def _files_of(like: Path) -> dict[str, str] | None:
     return files
 
 
-def _update_config(path: Path, changed: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Write into config.json what training changed; leave the file alone if that is nothing."""
-    config = json.loads(path.read_text())
+def _update_config(folder: Path, config: Mapping[str, Any], changed: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Write config.json as it is to be, with what training changed; leave the file alone if it is so already.
+
+    Args:
+        folder: with the file of the model that the export is like.
+        config: of the text model in it.
+        changed: by training.
+        dtype: of the weights.
+    """
+    is_whole = config != read_config(folder, "--to")
+    config = dict(config)
     key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
     new = dict(changed)
     if key in config and config[key] != _DTYPE_NAMES.get(dtype, config[key]):
@@ -205,5 +211,5 @@ def _update_config(path: Path, changed: Mapping[str, Any], dtype: torch.dtype) -
     if "rope_parameters" in new and "rope_parameters" not in config:  # a file of transformers 4
         config.pop("rope_scaling", None)
         config.pop("rope_theta", None)
-    if new:
-        path.write_text(json.dumps(config | new, indent=2, sort_keys=True) + "\n")
+    if new or is_whole:
+        write_config(folder, config | new)
