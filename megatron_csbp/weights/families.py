@@ -2,7 +2,7 @@
 """The model families: for each, one table of tensors and one of settings, used in both directions.
 
 To add a family, write its tables here and list it in `FAMILIES`; a layer of another kind (a linear attention, say) is
-a `kind` of its own in `ModelShape.layer_kinds`, and another way to keep tensors a layout in :mod:`layouts`.
+a `kind` of its own in `ModelShape.layer_kinds`, and another way to keep tensors a layout in `layouts`.
 """
 
 from dataclasses import dataclass
