@@ -57,11 +57,13 @@ class Start:
         checkpoint: None for random weights.
         is_resumed: whether an earlier run goes on, with its iteration.
         notes: what differs from the checkpoint and may, for the start summary.
+        saved: the checkpoint's arguments; None if it has none.
     """
 
     checkpoint: Checkpoint | None = None
     is_resumed: bool = False
     notes: list[str] = field(default_factory=list)
+    saved: Namespace | None = None
 
 
 def check_start(args: Namespace, flags: FlagNames | None = None) -> Start:
@@ -101,7 +103,7 @@ def check_start(args: Namespace, flags: FlagNames | None = None) -> Start:
         _check_noise_and_loss(args, saved, checkpoint.flag, flags)
     if is_resumed:
         check_optimizer(args, saved, state, checkpoint.flag, flags)
-    return Start(checkpoint, is_resumed, notes)
+    return Start(checkpoint, is_resumed, notes, saved)
 
 
 def _check_noise_and_loss(args: Namespace, saved: Namespace, source: str, flags: FlagNames) -> None:

@@ -45,12 +45,12 @@ class ChatTemplate:
 
     Attributes:
         source: where it is from, for messages.
-        hugging_face: the `transformers` tokenizer that renders it.
+        tokenizer: the tokenizer that it is for.
         given: the template, if it is not the tokenizer's own.
     """
 
     source: str
-    hugging_face: Any
+    tokenizer: TextTokenizer
     given: str | None = None
 
     def render(self, chat: Chat) -> tuple[str, Spans]:
@@ -68,9 +68,14 @@ class ChatTemplate:
         """Return whether the template marks answers itself (a tokenizer may have another one for tools)."""
         return _MARKER.search(self._template(chat)) is not None
 
+    @property
+    def _hugging_face(self) -> Any:
+        assert self.tokenizer.hugging_face is not None, "load_tokenizer gives one"
+        return self.tokenizer.hugging_face()
+
     def _template(self, chat: Chat) -> str:
         try:
-            template: str = self.hugging_face.get_chat_template(self.given, chat.tools)
+            template: str = self._hugging_face.get_chat_template(self.given, chat.tools)
         except ValueError as error:
             raise ValueError(
                 f"{self.source} has no chat template, and there are chats in the data. {_REMEDY}"
@@ -124,7 +129,7 @@ class ChatTemplate:
                 chat_template=self._template(chat),
                 add_generation_prompt=prompts,
                 return_assistant_tokens_mask=with_markers,
-                **self.hugging_face.special_tokens_map,
+                **self._hugging_face.special_tokens_map,
             )
         except (TemplateError, TypeError, LookupError, AttributeError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -144,7 +149,7 @@ def chat_template(tokenizer: TextTokenizer, asked: str | None) -> ChatTemplate:
     """
     source = f"--tokenizer {tokenizer.name}"
     if asked is None:
-        return ChatTemplate(source, tokenizer.hugging_face)
+        return ChatTemplate(source, tokenizer)
     if asked == CHATML:
         missing = [token for token in CHATML_TOKENS if tokenizer.token_id(token) is None]
         if missing:
@@ -152,11 +157,11 @@ def chat_template(tokenizer: TextTokenizer, asked: str | None) -> ChatTemplate:
                 f"--chat-template {CHATML}: {source} has no token {' and '.join(missing)}. Use the tokenizer's own "
                 "template, or give --chat-template FILE."
             )
-        return ChatTemplate(f"--chat-template {CHATML}", tokenizer.hugging_face, CHATML_TEMPLATE)
+        return ChatTemplate(f"--chat-template {CHATML}", tokenizer, CHATML_TEMPLATE)
     try:
         template = Path(asked).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--chat-template {asked} cannot be read: {error}. Give a file with a Jinja template, or {CHATML}."
         ) from error
-    return ChatTemplate(f"--chat-template {asked}", tokenizer.hugging_face, template)
+    return ChatTemplate(f"--chat-template {asked}", tokenizer, template)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face tokenizers for preparation: a name, a folder, or a tokenizer.json file."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ class TextTokenizer:
         vocab_size: largest id it can yield, added tokens too, plus 1 (ids may have gaps).
         eod_id: id of the end-of-document token, or None.
         mask_id: id of the mask token that it names, or None.
-        hugging_face: the `transformers` tokenizer, which has the chat template, or None.
+        hugging_face: makes the `transformers` tokenizer, which has the chat template.
     """
 
     name: str
@@ -29,7 +31,7 @@ class TextTokenizer:
     vocab_size: int
     eod_id: int | None
     mask_id: int | None = None
-    hugging_face: Any = None
+    hugging_face: Callable[[], Any] | None = None
 
     def encode(self, text: str) -> Ids:
         """Return the token ids of a text, int32 [n]; of a long one in bounded memory."""
@@ -110,7 +112,7 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> TextTokenizer:
     eod_id = tokenizer.eos_token_id if eod_token is None else vocabulary.get(eod_token)
     _check_eod_token(name, eod_token, eod_id)
     size = max(vocabulary.values(), default=-1) + 1
-    return TextTokenizer(name, backend, size, eod_id, tokenizer.mask_token_id, tokenizer)
+    return TextTokenizer(name, backend, size, eod_id, tokenizer.mask_token_id, lambda: tokenizer)
 
 
 def _uncut(tokenizer: Any) -> Any:
@@ -136,14 +138,17 @@ def _from_json_file(name: str, eod_token: str | None) -> TextTokenizer:
             f"--tokenizer {name} is not a tokenizer file of the tokenizers library ({error}). Give a tokenizer.json "
             "file, a folder with one, or the name of a Hugging Face model."
         ) from error
-    from transformers import PreTrainedTokenizerFast
-
     eod_id = None if eod_token is None else tokenizer.token_to_id(eod_token)
     _check_eod_token(name, eod_token, eod_id)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    return TextTokenizer(
-        name, tokenizer, vocab_size, eod_id, None, PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    )
+
+    def hugging_face() -> Any:
+        # Imported late: it takes seconds, and only chats need it.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+    return TextTokenizer(name, tokenizer, vocab_size, eod_id, hugging_face=functools.cache(hugging_face))
 
 
 def _check_eod_token(name: str, eod_token: str | None, eod_id: int | None) -> None:
