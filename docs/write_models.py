@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from examples.recipes import RECIPES
+from examples.recipe_models import RECIPES
 from megatron_csbp.weights.families import FAMILIES, Family
 from tests.functional.test_parity import MODELS, TOPOLOGIES
 
