@@ -85,7 +85,7 @@ def test_a_conversion_starts_the_mask_tokens_rows_as_the_mean(ranks: Ranks, tmp_
     conversion = [*model, *BLOCKS, "--load", str(tmp_path / "autoregressive"), "--finetune", "--save"]
     one = ranks.train([*conversion, str(tmp_path / "one")]).check()
     said = one.output.partition("  start:")[2]
-    assert "the row of mask token 190 start as the mean of the 188 trained rows" in said, said[:400]
+    assert "the row of mask token 190 starts as the mean of the 188 trained rows" in said, said[:400]
     mixed = words("--bf16 --use-distributed-optimizer")  # which copies the weights once they are loaded
     ranks.train([*conversion, str(tmp_path / "two"), *TP2, *mixed], 2).check()
     ones, twos = load_parameters(tmp_path / "one", 1), load_parameters(tmp_path / "two", 1)
