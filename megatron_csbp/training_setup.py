@@ -135,7 +135,7 @@ def parse_and_validate_args(
 def _with_new_rows(args: Namespace, start: Start) -> Start:
     """Decide how rows of the vocabulary start that are not trained, and note it for the summary."""
     is_text = megatron_start.token_of(args.mask_token_id).is_text
-    note = choose_new_rows(args, start, megatron_loading.tokenizer().vocab_size, is_text)
+    note = choose_new_rows(args, start, megatron_start.vocab_size(), is_text)
     return start if note is None else dataclasses.replace(start, notes=[*start.notes, note])
 
 
