@@ -67,6 +67,7 @@ def parse_and_validate_args(
     args_defaults: dict[str, Any] | None = None,
     set_defaults: Callable[[ArgumentParser], None] | None = None,
     yaml_path: Path | None = None,
+    changes: list[Change] | None = None,
 ) -> Namespace:
     """Parse Megatron's flags and ours, check every rule, and print the start summary on rank 0.
 
@@ -76,6 +77,7 @@ def parse_and_validate_args(
         args_defaults: as for Megatron's function.
         set_defaults: changes the defaults of the whole parser.
         yaml_path: what `--yaml-cfg` names, if it is no longer on the command line.
+        changes: takes what is changed among the arguments.
 
     Raises:
         ValueError: a rule is broken or a flag unknown, on every rank, before any collective.
@@ -83,7 +85,7 @@ def parse_and_validate_args(
     from_command_line, sys.argv[1:] = take_yaml_flag(sys.argv[1:])
     yaml_path = yaml_path or from_command_line
     given: set[str] = flags_given(sys.argv[1:])
-    changes: list[Change] = []
+    changes = [] if changes is None else changes
     parsers: list[ArgumentParser] = []
 
     def add_flags(parser: ArgumentParser) -> ArgumentParser:
