@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry: `python -m megatron_csbp.dry_run RECIPE.yaml --gpus 16 ...`: would a job start, fit, and how long would it take?
+"""Entry: `python -m megatron_csbp.dry_run RECIPE.yaml --gpus 16 ...`: would a job start, fit, and how fast is it?
 
 One process, without a launcher and without a GPU. Checks are those of `--csbp-dry-run`; see `tools.dry_run`.
 """

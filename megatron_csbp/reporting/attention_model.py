@@ -102,6 +102,24 @@ def tile_costs(plan: AttentionPlan, heads: Heads, num_head_groups: int = 1, rate
     ]
 
 
+def tile_workspace(tile: Tile, heads: Heads, groups: int = 1) -> int:
+    """Return the bytes that the backward pass of a tile allocates, for one sequence.
+
+    Copies of what does not lie in one piece, gradients of queries, keys and values in bf16, and the fp32 sum of query
+    gradients that fused kernels keep inside.
+
+    Args:
+        tile: the tile.
+        heads: heads on the rank.
+        groups: groups of heads for which the tile runs one after the other.
+    """
+    queries = tile.query.num_problems * tile.query.num_rows * heads.num_query_heads * heads.head_dim // groups
+    keys = tile.key.num_problems * tile.key.num_rows * heads.num_key_value_heads * heads.head_dim // groups
+    copied_rows = _is_copied(tile.query, groups) or tile.folds_heads
+    copies = _BF16 * (3 * copied_rows * queries + 2 * _is_copied(tile.key, 1) * keys)
+    return copies + _BF16 * (queries + 2 * keys) + _FP32 * queries
+
+
 def causal_seconds(pairs: int, heads: Heads) -> tuple[float, float]:
     """Return the modelled times of one causal call with so many pairs, forward and backward: the yardstick."""
     blocks = round((2 * pairs) ** 0.5 / BLOCK)

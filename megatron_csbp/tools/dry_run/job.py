@@ -21,6 +21,8 @@ from megatron_csbp.transformer.geometry.transfers import row_bytes
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask, WindowAnchor
 from megatron_csbp.transformer.head_groups import default_head_groups
 
+_NOTHING_AGAIN, _BF16, _FUSED = Recompute(), Precision(), Layers()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -68,9 +70,9 @@ class Job:
     loss_rows: int = 0
     most_loss_rows: int = 0
     excludes_mask: bool = False
-    recompute: Recompute = Recompute()
-    precision: Precision = Precision()
-    layers: Layers = Layers()
+    recompute: Recompute = _NOTHING_AGAIN
+    precision: Precision = _BF16
+    layers: Layers = _FUSED
     stages: tuple[tuple[tuple[int, ...], ...], ...] = ()
     head_groups: int | None = None
     chunk_rows: int | None = None

@@ -9,8 +9,8 @@ from megatron_csbp.tools.dry_run import schedule
 from megatron_csbp.tools.dry_run.delta_net_costs import delta_net_operations
 from megatron_csbp.tools.dry_run.job import Job
 from megatron_csbp.tools.dry_run.network import Layer
-from megatron_csbp.tools.dry_run.operations import mixer_weights, mlp_weights
-from megatron_csbp.tools.dry_run.schedule import AttentionParts, Span
+from megatron_csbp.tools.dry_run.operations import mixer_operations, mlp_operations
+from megatron_csbp.tools.dry_run.schedule import NO_TIME, AttentionParts, Span
 from megatron_csbp.tools.dry_run.tables import Gpu, Link
 from megatron_csbp.tools.dry_run.traffic import exchange_bytes, expert_pass_bytes, tensor_pass_bytes
 from megatron_csbp.transformer.delta_net.costs import layer_bytes
@@ -52,8 +52,8 @@ class PassTime:
     """
 
     linear: float = 0.0
-    attention: Span = Span()
-    states: Span = Span()
+    attention: Span = NO_TIME
+    states: Span = NO_TIME
     pointwise: float = 0.0
     tensor: float = 0.0
     experts: float = 0.0
@@ -84,20 +84,16 @@ def repeated_time(job: Job, layer: Layer, machine: Machine, recomputed: bool) ->
     if recomputed:
         return forward_time(job, layer, machine)
     again, modules = forward_time(job, layer, machine), job.recompute.modules
-    mlp = mlp_weights(job, layer) if {"mlp", "moe"} & modules else 0
+    mlp = mlp_operations(job, layer) if {"mlp", "moe"} & modules else 0
     return PassTime(
-        linear=_matmul(job, machine, mlp, job.rows),
+        linear=mlp / (machine.gpu.matmul_tflops * _TERA),
         attention=again.attention if "core_attn" in modules else Span(),
         experts=again.experts if "moe" in modules else 0.0,
     )
 
 
 def _pass(job: Job, layer: Layer, machine: Machine, attention: Span, products: int) -> PassTime:
-    rows = job.rows
-    behind = job.rank_rows.num_corrupted_rows if job.drops_in(layer) else rows
-    linear = _matmul(job, machine, mixer_weights(job, layer), rows) + _matmul(
-        job, machine, mlp_weights(job, layer), behind
-    )
+    linear = (mixer_operations(job, layer) + mlp_operations(job, layer)) / (machine.gpu.matmul_tflops * _TERA)
     collectives = 4 if job.topology.sequence_parallel else 2
     return PassTime(
         linear=products * linear,
@@ -118,11 +114,6 @@ def _states(job: Job, layer: Layer, machine: Machine, products: int) -> Span:
     waits = machine.context.seconds(moved.forward if products == 1 else moved.backward, 2)
     computed = products * delta_net_operations(job) / (machine.gpu.delta_net_tflops * _TERA)
     return Span(computed + waits, waits)
-
-
-def _matmul(job: Job, machine: Machine, elements: int, rows: int) -> float:
-    operations = 2 * rows * job.micro_batch * elements // job.topology.tensor
-    return operations / (machine.gpu.matmul_tflops * _TERA)
 
 
 def pointwise_bytes(job: Job, layer: Layer) -> int:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_csbp.tools.dry_run import activations
+from megatron_csbp.tools.dry_run import activations, workspace
 from megatron_csbp.tools.dry_run.job import Job
 from megatron_csbp.tools.dry_run.tables import Gpu
 
@@ -110,22 +110,19 @@ def full_moments(job: Job, stage: int) -> dict[str, dict[str, int]]:
         saved = again * activations.saved_by_layer(job, layer)
         mlp = activations.saved_by_mlp(job, layer) if again else 0
         # When attention runs backward, its MLP is done and what that saved is gone.
-        mixer = {
-            "recomputed layer": saved - mlp,
-            "gather buffers": activations.gather_buffers(job, layer),
-            "workspace": activations.mixer_workspace(job, layer),
-        }
-        enter(f"{layer.kind} backward", mixer)
-        enter("MLP backward", {"recomputed layer": saved, "workspace": activations.mlp_workspace(job, layer)})
+        mixer = workspace.mixer_memory(job, layer)
+        parts = {"gather buffers": mixer.buffers, "workspace": mixer.workspace}
+        enter(f"{layer.kind} backward", {"recomputed layer": saved - mlp, **parts})
+        enter("MLP backward", {"recomputed layer": saved, "workspace": workspace.mlp_workspace(job, layer)})
     if job.is_last(stage):
-        enter("loss", {"logits": activations.logits_bytes(job)})
+        enter("loss", {"logits": workspace.logits_bytes(job)})
     return moments or {"nothing": {}}
 
 
 def _rank_memory(job: Job, gpu: Gpu, kind: str, stage: int) -> RankMemory:
     held = state_bytes(job, stage) | activation_bytes(job, stage)
     if job.is_last(stage):
-        held["hidden states of the loss"] = activations.loss_rows_bytes(job)
+        held["hidden states of the loss"] = workspace.loss_rows_bytes(job)
     held["reserved (assumed)"] = round(gpu.reserved_gib * _GIB)
     return RankMemory(
         kind,

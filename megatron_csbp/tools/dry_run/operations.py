@@ -62,6 +62,32 @@ def mlp_weights(job: Job, layer: Layer) -> int:
     return routed + network.mlp_matrices(experts.shared_ffn)
 
 
+def mixer_operations(job: Job, layer: Layer) -> int:
+    """Return what the projections of a layer's attention or delta net execute in a forward pass on one rank."""
+    projection = _output_weights(job, layer)
+    inner = mixer_weights(job, layer) - projection
+    met = job.rows * inner + _rows_behind(job, layer) * projection
+    return 2 * job.micro_batch * met // job.topology.tensor
+
+
+def mlp_operations(job: Job, layer: Layer) -> int:
+    """Return what a layer's MLP executes in a forward pass on one rank, if rows go to experts evenly."""
+    met = _rows_behind(job, layer) * mlp_weights(job, layer)
+    return 2 * job.micro_batch * met // job.topology.tensor
+
+
+def _output_weights(job: Job, layer: Layer) -> int:
+    sizes = job.network.delta_net
+    if layer.kind is LayerKind.DELTA_NET and sizes is not None:
+        return job.network.hidden * sizes.value_heads * sizes.value_dim
+    return job.network.hidden * job.network.query_heads * job.network.head_dim
+
+
+def _rows_behind(job: Job, layer: Layer) -> int:
+    """Return the rows that go beyond a layer's keys and values."""
+    return job.rank_rows.num_corrupted_rows if job.drops_in(layer) else job.rows
+
+
 def layer_weights(job: Job, layer: Layer) -> int:
     """Return the matrix elements that a row meets in a layer."""
     return mixer_weights(job, layer) + mlp_weights(job, layer)

@@ -4,7 +4,6 @@
 Modelled: a collective and tiles beside it do not slow each other down. One collective is under way at a time.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -41,17 +40,8 @@ class Span:
     seconds: float = 0.0
     exposed: float = 0.0
 
-    def __add__(self, other: "Span") -> "Span":
-        return Span(self.seconds + other.seconds, self.exposed + other.exposed)
 
-    def times(self, factor: float) -> "Span":
-        """Return so many of it."""
-        return Span(self.seconds * factor, self.exposed * factor)
-
-
-def sum_spans(spans: Sequence[Span]) -> Span:
-    """Return one after the other."""
-    return sum(spans, Span())
+NO_TIME = Span()
 
 
 def forward(parts: AttentionParts) -> Span:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long an iteration takes, by part. Pure: modelled from rates, not measured; `ASSUMPTIONS` says what is assumed."""
+"""How long an iteration takes, by part. Pure: modelled from rates, not measured; see `ASSUMPTIONS`."""
 
 from collections import defaultdict
 from collections.abc import Mapping

@@ -155,7 +155,8 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
             f"--tables {path}: must hold {', '.join(_SECTIONS)}, each with named entries such as "
             f"`gpus: {{mine: {{memory_gib: 80, ...}}}}`{f'; {unknown[0]} is none of them' if unknown else ''}."
         )
-    return document
+    checked: dict[str, dict[str, dict[str, Any]]] = document
+    return checked
 
 
 def _entry[T](kind: type[T], section: str, name: str, values: Mapping[str, Any]) -> T:

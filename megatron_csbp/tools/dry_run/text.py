@@ -81,18 +81,18 @@ def _traffic_lines(plan: Plan) -> list[str]:
     for name, moved in plan.layers.items():
         sizes = (moved.clean, moved.corrupted, moved.tensor, moved.experts)
         rows.append(line(name, *(f"{size / 2**20:,.2f}" for size in sizes)))
-    for memory, moved in zip(plan.memories, plan.traffic, strict=True):
-        layers = moved.layers
-        sizes = {
+    for memory, stage in zip(plan.memories, plan.traffic, strict=True):
+        layers = stage.layers
+        received = {
             "clean": layers.clean,
             "corrupted": layers.corrupted,
             "tensor": layers.tensor,
             "experts": layers.experts,
-            "pipeline": moved.pipeline,
-            "gradients": moved.gradients,
-            "weights": moved.weights,
+            "pipeline": stage.pipeline,
+            "gradients": stage.gradients,
+            "weights": stage.weights,
         }
-        said = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in sizes.items() if size)
+        said = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in received.items() if size)
         rows.append(f"  an iteration of {memory.kind}, GiB: {said or 'nothing'}")
     return rows
 
