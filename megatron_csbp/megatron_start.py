@@ -64,6 +64,12 @@ def declared_mask_id() -> int | None:
     return mask if isinstance(mask, int) and mask >= 0 else None
 
 
+def spare_id(padded_vocab_size: int) -> int | None:
+    """The first id of the padded vocabulary that Megatron's tokenizer does not have, or None."""
+    size: int = importlib.import_module("megatron.training.global_vars").get_tokenizer().vocab_size
+    return size if size < padded_vocab_size else None
+
+
 def restart_default_generator() -> None:
     """Seeds the default random generators as Megatron did before it warmed its fused functions up.
 

@@ -4,6 +4,7 @@
 Import it after the CPU runtime is installed: it needs Megatron.
 """
 
+import dataclasses
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -23,15 +24,18 @@ from megatron_csbp import (
     megatron_checkpoints,
     megatron_compat,
     megatron_delta_net,
+    megatron_loading,
     megatron_start,
 )
 from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
-from megatron_csbp.configuration.checkpoint_rules import check_files, check_start, use_checkpoint_length
+from megatron_csbp.configuration.checkpoint_rules import Start, check_files, check_start, use_checkpoint_length
 from megatron_csbp.configuration.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
 from megatron_csbp.configuration.flag_names import FlagNames
 from megatron_csbp.configuration.hardware_queues import check_one_queue
 from megatron_csbp.configuration.hub_rules import check_hub_tokenizer
+from megatron_csbp.configuration.mask_token_rules import fill_mask_token, good_mask_token
+from megatron_csbp.configuration.new_row_rules import choose_new_rows, new_rows_of_next_load
 from megatron_csbp.configuration.objective_flags import objective_from_args
 from megatron_csbp.configuration.output_folders import check_output_folders
 from megatron_csbp.configuration.own_geometries import prepare_own_geometries
@@ -112,6 +116,9 @@ def parse_and_validate_args(
             check_mode.leave_reporting_out(args)
 
     def after(args: Namespace) -> None:
+        if arguments.is_block_diffusion(args):
+            declared, spare = megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
+            changes.extend(fill_mask_token(args, declared, spare))
         changes.extend(arguments.prepare_after_validation(args))
         if arguments.is_block_diffusion(args) and has_own_geometries(args):
             changes.extend(prepare_own_geometries(args))
@@ -120,9 +127,18 @@ def parse_and_validate_args(
     if arguments.is_block_diffusion(args):
         _set_up_block_diffusion(args)
     start = check_start(args, FlagNames(parsers[-1]))
+    if arguments.is_block_diffusion(args):
+        start = _with_new_rows(args, start)
     keep_others_out(args)
     print_start_summary(args, runtime, changes, start)
     return args
+
+
+def _with_new_rows(args: Namespace, start: Start) -> Start:
+    """Decide how rows of the vocabulary start that are not trained, and note it for the summary."""
+    is_text = megatron_start.token_of(args.mask_token_id).is_text
+    note = choose_new_rows(args, start, megatron_loading.tokenizer().vocab_size, is_text)
+    return start if note is None else dataclasses.replace(start, notes=[*start.notes, note])
 
 
 def _check_device(args: Namespace, runtime: RuntimeInfo) -> None:
@@ -148,7 +164,9 @@ def _set_up_block_diffusion(args: Namespace) -> None:
         objective_from_args(args).loss_on_clean_rows,
         attends=args.num_layers in megatron_delta_net.attention_layers(args),
     )
-    validate_data_files(args)
+    declared, spare = megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
+    advice = good_mask_token(args.mask_token_id, declared, spare)
+    validate_data_files(args, megatron_loading.tokenizer(), advice)
     correct_distributed_optimizer_now()
     if args.full_validation:
         correct_full_validation_now(args)
@@ -212,6 +230,7 @@ def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
             check_weights(args, models, pipeline_group)
 
     config.check_weights = check
+    config.new_rows = partial(new_rows_of_next_load, args)
     return config
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs of a delta-net layer: what PyTorch counts, the closed form of the traffic, and figures of a published model."""
+"""Costs of a delta-net layer: what PyTorch counts, the closed form of the traffic, figures of a published model."""
 
 import pytest
 import torch
