@@ -71,6 +71,7 @@ def parse_and_validate_args(
     args_defaults: dict[str, Any] | None = None,
     set_defaults: Callable[[ArgumentParser], None] | None = None,
     yaml_path: Path | None = None,
+    changes: list[Change] | None = None,
 ) -> Namespace:
     """Parse Megatron's flags and ours, check every rule, and print the start summary on rank 0.
 
@@ -80,14 +81,14 @@ def parse_and_validate_args(
         args_defaults: as for Megatron's function.
         set_defaults: changes the defaults of the whole parser.
         yaml_path: what `--yaml-cfg` names, if it is no longer on the command line.
+        changes: takes what is changed among the arguments.
 
     Raises:
         ValueError: a rule is broken or a flag unknown, on every rank, before any collective.
     """
     from_command_line, sys.argv[1:] = take_yaml_flag(sys.argv[1:])
     yaml_path = yaml_path or from_command_line
-    given: set[str] = flags_given(sys.argv[1:])
-    changes: list[Change] = []
+    given, changes = flags_given(sys.argv[1:]), [] if changes is None else changes
     parsers: list[ArgumentParser] = []
 
     def add_flags(parser: ArgumentParser) -> ArgumentParser:
@@ -110,16 +111,10 @@ def parse_and_validate_args(
         check_training(args)
         check_hub_tokenizer(args)
         check_output_folders(args, makes_them=not is_dry_run(args))
-        if is_dry_run(args):
-            check_mode.leave_reporting_out(args)
+        check_mode.leave_reporting_out(args)
 
     def after(args: Namespace) -> None:
-        if arguments.is_block_diffusion(args):
-            declared, spare = megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
-            changes.extend(fill_mask_token(args, declared, spare))
-        changes.extend(arguments.prepare_after_validation(args))
-        if arguments.is_block_diffusion(args) and has_own_geometries(args):
-            changes.extend(prepare_own_geometries(args))
+        changes.extend(_after_validation(args))
 
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
@@ -137,6 +132,18 @@ def _with_new_rows(args: Namespace, start: Start) -> Start:
     is_text = megatron_start.token_of(args.mask_token_id).is_text
     note = choose_new_rows(args, start, megatron_start.vocab_size(), is_text)
     return start if note is None else dataclasses.replace(start, notes=[*start.notes, note])
+
+
+def _after_validation(args: Namespace) -> list[Change]:
+    """Fill in what needs validated arguments and a tokenizer."""
+    changes: list[Change] = []
+    if arguments.is_block_diffusion(args):
+        declared, spare = megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
+        changes.extend(fill_mask_token(args, declared, spare))
+    changes.extend(arguments.prepare_after_validation(args))
+    if arguments.is_block_diffusion(args) and has_own_geometries(args):
+        changes.extend(prepare_own_geometries(args))
+    return changes
 
 
 def _check_device(args: Namespace, runtime: RuntimeInfo) -> None:
