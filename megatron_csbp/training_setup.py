@@ -25,9 +25,11 @@ from megatron_csbp import (
     megatron_delta_net,
     megatron_start,
 )
+from megatron_csbp.agreement.exchange import check_agreement, job_store
+from megatron_csbp.agreement.start_facts import start_facts
 from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
-from megatron_csbp.configuration.checkpoint_rules import check_files, check_start, use_checkpoint_length
+from megatron_csbp.configuration.checkpoint_rules import Start, check_files, check_start, use_checkpoint_length
 from megatron_csbp.configuration.config_file import flags_given, set_defaults_from_yaml, take_yaml_flag
 from megatron_csbp.configuration.flag_names import FlagNames
 from megatron_csbp.configuration.hardware_queues import check_one_queue
@@ -117,7 +119,9 @@ def parse_and_validate_args(
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
         _set_up_block_diffusion(args)
-    start = check_start(args, FlagNames(parsers[-1]))
+    flags = FlagNames(parsers[-1])
+    start = check_start(args, flags)
+    agree_with_other_ranks(args, start, flags)
     keep_others_out(args)
     print_start_summary(args, runtime, changes, start)
     return args
@@ -151,6 +155,19 @@ def _set_up_block_diffusion(args: Namespace) -> None:
     if args.full_validation:
         correct_full_validation_now(args)
     megatron_checkpoints.save_clean_length()
+
+
+def agree_with_other_ranks(args: Namespace, start: Start, flags: FlagNames) -> None:
+    """Compare with all other ranks what this one starts with, before any process group is made.
+
+    Raises:
+        ValueError: something differs, or a rank does not come; on every rank.
+    """
+    # Without an address Megatron says itself what is missing.
+    if args.world_size > 1 and not is_dry_run(args) and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        timeout_s = 60.0 * args.distributed_timeout_minutes
+        store = job_store(os.environ, timeout_s)
+        check_agreement(store, args.rank, args.world_size, start_facts(args, start, flags), timeout_s)
 
 
 def keep_others_out(args: Namespace) -> None:
