@@ -119,9 +119,7 @@ def parse_and_validate_args(
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
         _set_up_block_diffusion(args)
-    flags = FlagNames(parsers[-1])
-    start = check_start(args, flags)
-    agree_with_other_ranks(args, start, flags)
+    start = _agreed_start(args, FlagNames(parsers[-1]))
     keep_others_out(args)
     print_start_summary(args, runtime, changes, start)
     return args
@@ -157,17 +155,19 @@ def _set_up_block_diffusion(args: Namespace) -> None:
     megatron_checkpoints.save_clean_length()
 
 
-def agree_with_other_ranks(args: Namespace, start: Start, flags: FlagNames) -> None:
-    """Compare with all other ranks what this one starts with, before any process group is made.
+def _agreed_start(args: Namespace, flags: FlagNames) -> Start:
+    """Hold the run against its checkpoint, and compare with all other ranks before any process group is made.
 
     Raises:
-        ValueError: something differs, or a rank does not come; on every rank.
+        ValueError: the checkpoint does not fit; or ranks start differently, or one does not come, on every rank.
     """
+    start = check_start(args, flags)
     # Without an address Megatron says itself what is missing.
     if args.world_size > 1 and not is_dry_run(args) and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         timeout_s = 60.0 * args.distributed_timeout_minutes
         store = job_store(os.environ, timeout_s)
         check_agreement(store, args.rank, args.world_size, start_facts(args, start, flags), timeout_s)
+    return start
 
 
 def keep_others_out(args: Namespace) -> None:

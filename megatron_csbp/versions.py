@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed: the packages that decide what a run computes, as text by name. Imports nothing of Megatron."""
+"""What is installed: the packages that decide what a run computes, as text by name. Imports nothing of Megatron.
+
+PyTorch is imported where it is asked, so that a machine without it can be told so.
+"""
 
 import functools
 import hashlib
 import importlib.metadata
 import platform
 from pathlib import Path
-
-import torch
 
 PACKAGES = (
     "megatron-csbp",
@@ -35,6 +36,8 @@ def package_version(package: str) -> str:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python, of PyTorch and what it was built with, and of `PACKAGES`."""
+    import torch
+
     found = {"Python": platform.python_version(), "PyTorch": torch.__version__, "CUDA": str(torch.version.cuda)}
     if torch.distributed.is_nccl_available():
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
