@@ -40,21 +40,25 @@ demo: $(INSTALLED) ## Train a small model, convert it to block diffusion with CS
 bench: $(INSTALLED) ## Measure CP, BP and CSBP side by side and regenerate benchmarks/RESULTS.md (root: slow links, wire counters)
 	$(BIN)/python -m benchmarks.run
 
+# Test files at a time. A run of a file may have several ranks, of one thread each.
+WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
 .PHONY: test
-test: lint $(INSTALLED) ## Run the checks: lint, types, unit tests, functional tests
-	$(BIN)/python -m pytest -m "not slow" tests/unit_tests tests/functional
+test: lint $(INSTALLED) ## Run the checks: lint, types, unit tests, functional tests (WORKERS=2 files at a time)
+	$(PYTEST) -m "not slow" tests/functional tests/unit_tests
 
 .PHONY: test-all
 test-all: lint $(INSTALLED) ## The same with the tests marked slow: further cases of the same kinds
-	$(BIN)/python -m pytest tests/unit_tests tests/functional
+	$(PYTEST) tests/functional tests/unit_tests
 
 .PHONY: unit
 unit: $(INSTALLED) ## Run the unit tests
-	$(BIN)/python -m pytest tests/unit_tests
+	$(PYTEST) tests/unit_tests
 
 .PHONY: functional
 functional: $(INSTALLED) ## Run the functional tests: whole runs of the real entries
-	$(BIN)/python -m pytest tests/functional
+	$(PYTEST) tests/functional
 
 .PHONY: fuzz
 fuzz: $(INSTALLED) ## Try many command lines, damaged checkpoints and texts: accepted, or refused in one line (hours)
