@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks import attention_path, fixed_time, on_paper
+from benchmarks import answers_only, attention_path, conversion, fixed_time, on_paper
 from benchmarks.links import (
     ACROSS_NODES,
     H200_ATTENTION_FLOPS,
@@ -185,6 +185,21 @@ def training(quick: bool) -> dict[str, Any]:
     }
 
 
+def answers(quick: bool) -> dict[str, Any]:
+    """Time iterations on packed conversations."""
+    sizes = answers_only.Sizes()
+    if quick:
+        sizes = answers_only.Sizes(sequence_length=512, documents=60, mean_document=100, iterations=3, repeats=1)
+    with tempfile.TemporaryDirectory() as folder:
+        return answers_only.measure(Path(folder), sizes)
+
+
+def converted(quick: bool) -> dict[str, Any]:
+    """Convert a small model with every objective."""
+    with tempfile.TemporaryDirectory() as folder:
+        return conversion.measure(Path(folder), "quick" if quick else "full")
+
+
 PARTS = {
     "wire": Part("Traffic: formula, ledger, wire", wire, needs_network=True),
     "throughput": Part("Throughput on slow links", throughput, needs_network=True),
@@ -192,5 +207,7 @@ PARTS = {
     "memory": Part("Memory", memory),
     "work": Part("Useful work and balance", work),
     "scale": Part("On paper: cluster sizes", scale),
+    "answers": Part("Only answers carry loss", answers),
+    "conversion": Part("Conversion of an autoregressive model", converted),
     "training": Part("Same wall-clock, better model", training, needs_network=True),
 }

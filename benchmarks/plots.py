@@ -11,6 +11,7 @@ mpl.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 
 COLORS = {"CP": "tab:orange", "BP": "tab:green", "CSBP": "tab:blue", "CSBP, contiguous": "tab:cyan"}
+CONVERSION = {"autoregressive": "tab:gray", "converted": "tab:blue", "from scratch": "tab:orange"}
 DPI = 80
 
 
@@ -22,6 +23,7 @@ def draw_all(results: dict[str, Any], folder: Path) -> list[str]:
         ("throughput", "throughput", _throughput),
         ("step-split", "throughput", _step_split),
         ("memory", "memory", _memory),
+        ("conversion", "conversion", _conversion),
         ("training", "training", _training),
     ):
         result = results["parts"].get(part, {}).get("result")
@@ -140,4 +142,26 @@ def _training(result: dict[str, Any]) -> Any:
     axis.set_ylabel("validation NELBO")
     axis.grid(visible=True, alpha=0.3)
     axis.legend()
+    return figure
+
+
+def _conversion(result: dict[str, Any]) -> Any:
+    """Draw one panel an objective, with the three trainings on an axis of clean tokens."""
+    runs_of, size = result["runs"], result["size"]
+    figure, panels = plt.subplots(1, len(runs_of), figsize=(5 * len(runs_of), 4), squeeze=False)
+    training = {name: size["autoregressive" if name == "autoregressive" else "diffusion"] for name in CONVERSION}
+    before = size["autoregressive"]["iterations"] * size["autoregressive"]["samples"]
+    for panel, (objective, runs) in zip(panels[0], runs_of.items(), strict=True):
+        for name, color in CONVERSION.items():
+            points = sorted((int(iteration), loss) for iteration, loss in runs[name]["validation"].items())
+            start = before if name == "converted" else 0
+            samples = [start + iteration * training[name]["samples"] for iteration, _ in points]
+            tokens = [count * size["sequence_length"] / 1e3 for count in samples]
+            panel.plot(tokens, [loss for _, loss in points], "o-", color=color, label=name)
+        panel.axhline(result["entropy"], color="black", linestyle="--", linewidth=1, label="single tokens")
+        panel.set_title(objective)
+        panel.set_xlabel("clean tokens, thousands")
+        panel.set_ylabel("validation, nats per token")
+        panel.grid(alpha=0.3)
+        panel.legend()
     return figure

@@ -12,9 +12,15 @@ CAPTIONS = {
     "throughput": "Tokens per second and speed relative to CP against L",
     "step-split": "Step time: computation, exposed and hidden communication",
     "memory": "Bytes saved and peak against L",
+    "conversion": "Validation loss against clean tokens, by objective: autoregressive, converted, from scratch",
     "training": "Validation NELBO against training time",
 }
-PLOTS_OF = {"throughput": ("throughput", "step-split"), "memory": ("memory",), "training": ("training",)}
+PLOTS_OF = {
+    "throughput": ("throughput", "step-split"),
+    "memory": ("memory",),
+    "conversion": ("conversion",),
+    "training": ("training",),
+}
 
 
 def write_report(results: dict[str, Any], folder: Path) -> None:

@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import answers_only, conversion
 from benchmarks.section_on_paper import memory, scale, work
 from benchmarks.section_throughput import throughput
 from benchmarks.text import mebibytes, percent, span, table, thousands
@@ -174,5 +175,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "memory": memory,
     "work": work,
     "scale": scale,
+    "answers": answers_only.section,
+    "conversion": conversion.section,
     "training": training,
 }

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sizes import NUM_RANKS, NUM_VIEWS, Size, TrafficCase
+from sizes import NUM_RANKS, Size, TrafficCase
 from training import DemoError, RunRecord
 
+from megatron_csbp.objectives import OBJECTIVES
 from megatron_csbp.transformer.geometry.layer_plans import layer_plans
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
@@ -69,7 +70,7 @@ class Traffic:
     measured: int
 
     @classmethod
-    def measure(cls, scheme: str, size: Size, ledger: Path) -> "Traffic":
+    def measure(cls, scheme: str, size: Size, objective: str, ledger: Path) -> "Traffic":
         """Read the first training iteration of a run's ledger, and compute the closed form beside it.
 
         Raises:
@@ -80,7 +81,8 @@ class Traffic:
         if not trained:
             raise DemoError(f"{ledger} has no line of a training iteration.")
         measured = trained[0]["remote_bytes"] // (size.layers * size.diffusion.samples)
-        sample = Sample(length=size.sequence_length, block_size=size.block_size, num_views=NUM_VIEWS)
+        views = OBJECTIVES[objective].default_num_views
+        sample = Sample(length=size.sequence_length, block_size=size.block_size, num_views=views)
         closed_form = bytes_per_layer(sample, NUM_RANKS, scheme, size.key_value_heads, size.head_dim, FP32_BYTES)
         return cls(closed_form, measured)
 

@@ -28,6 +28,7 @@ from training import DemoError, RunRecord, run_command, train
 
 from megatron_csbp.data import prepare
 from megatron_csbp.data.train_tokenizer import MASK_TOKEN, train_tokenizer
+from megatron_csbp.objectives import OBJECTIVES
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = "made-by-the-demo"
@@ -42,9 +43,10 @@ def main() -> int:
         "--output", type=Path, default=ROOT / "demo_output", help="folder for all results; emptied first"
     )
     parser.add_argument("--size", choices=SIZES, default="full", help="quick: a toy, for tests of the demo itself")
+    parser.add_argument("--objective", choices=OBJECTIVES, default="fast-dllm-v2", help="of the conversion")
     args = parser.parse_args()
     try:
-        return demo(args.output.resolve(), SIZES[args.size])
+        return demo(args.output.resolve(), SIZES[args.size], args.objective)
     except (DemoError, ValueError, OSError) as error:
         print(f"\ndemo: error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
@@ -52,27 +54,31 @@ def main() -> int:
     return 1
 
 
-def demo(output: Path, size: Size) -> int:
+def demo(output: Path, size: Size, objective: str) -> int:
     """Prepare data, train, convert, repeat, compare, write, report.
 
     Args:
         output: folder for all results.
         size: how much to do.
+        objective: of the conversion, as for `--diffusion-objective`.
     """
     started = time.monotonic()
     empty(output)
-    print(f"megatron_csbp demo, on {NUM_RANKS} ranks of this machine. Output: {output}")
-    flags, entropy = prepare_data(output, size)
+    print(f"megatron_csbp demo, objective {objective}, on {NUM_RANKS} ranks of this machine. Output: {output}")
+    data, entropy = prepare_data(output, size)
+    diffusion = [*data, "--diffusion-objective", objective]
     runs = {
-        "autoregressive": train_autoregressive(size, flags, output),
-        "converted": diffuse("converted", NUM_RANKS, size, flags, output),
-        "from scratch": diffuse("from scratch", NUM_RANKS, size, flags, output),
+        "autoregressive": train_autoregressive(size, data, output),
+        "converted": diffuse("converted", NUM_RANKS, size, diffusion, output),
+        "from scratch": diffuse("from scratch", NUM_RANKS, size, diffusion, output),
     }
-    again = {name: diffuse(name, ranks, size, flags, output) for name, ranks in (("CP", NUM_RANKS), ("one rank", 1))}
+    again = {
+        name: diffuse(name, ranks, size, diffusion, output) for name, ranks in (("CP", NUM_RANKS), ("one rank", 1))
+    }
     parity = {name: compare(run, runs["converted"]) for name, run in again.items()}
     traffic = {
-        "CSBP": Traffic.measure("CSBP", size, output / "converted.rank0.jsonl"),
-        "CP": Traffic.measure("CP", size, output / "cp.rank0.jsonl"),
+        "CSBP": Traffic.measure("CSBP", size, objective, output / "converted.rank0.jsonl"),
+        "CP": Traffic.measure("CP", size, objective, output / "cp.rank0.jsonl"),
     }
     draw(size, runs, parity, entropy, output / "curves.png")
     print_parity(parity["one rank"])
@@ -80,6 +86,7 @@ def demo(output: Path, size: Size) -> int:
     failures = print_summary(size, runs, entropy, parity, traffic, PAPER_CASE)
     record = {
         "size": asdict(size),
+        "objective": objective,
         "entropy of single tokens": entropy,
         "runs": {name: asdict(run) for name, run in (runs | again).items()},
         "bytes per layer": {scheme: asdict(numbers) for scheme, numbers in traffic.items()},
@@ -154,13 +161,12 @@ def diffuse(name: str, num_ranks: int, size: Size, data: list[str], output: Path
         name: "converted" and "from scratch" are whole trainings with CSBP; "CP" and "one rank" begin the first again.
         num_ranks: ranks of the context group.
         size: how much to do.
-        data: flags.
+        data: flags that name data and objective.
         output: folder for log and checkpoint.
     """
     whole = name in ("converted", "from scratch")
     arguments = [*size.flags(), *size.diffusion.flags(), *data, "--diffusion-block-size", str(size.block_size)]
-    arguments += ["--mask-token-id", str(corpus.MASK_ID), "--diffusion-objective", "fast-dllm-v2"]
-    arguments += ["--context-parallel-size", str(num_ranks)]
+    arguments += ["--mask-token-id", str(corpus.MASK_ID), "--context-parallel-size", str(num_ranks)]
     if name != "from scratch":
         arguments += ["--load", str(output / "autoregressive"), "--finetune", "--no-load-optim", "--no-load-rng"]
     if num_ranks > 1:
@@ -171,8 +177,6 @@ def diffuse(name: str, num_ranks: int, size: Size, data: list[str], output: Path
         title = f"Training with CSBP, {name}"
     else:
         iterations = size.parity_iterations
-        if name == "CP":
-            arguments += ["--context-scheme", "cp"]
         arguments += ["--exit-interval", str(iterations), "--eval-iters", "0", "--eval-interval", "1000"]
         arguments += ["--context-scheme", "cp"] if name == "CP" else []
         title = f"The first iterations of the conversion again, {name}"

@@ -4,8 +4,6 @@
 from dataclasses import dataclass
 
 NUM_RANKS = 2
-NUM_VIEWS = 2
-"""Corrupted copies of every sample: Fast-dLLM v2 has two, which complement each other."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,11 +57,13 @@ class Start:
         checkpoint: None for random weights.
         is_resumed: whether an earlier run goes on, with its iteration.
         notes: what differs from the checkpoint and may, for the start summary.
+        saved: the checkpoint's arguments; None if it has none.
     """
 
     checkpoint: Checkpoint | None = None
     is_resumed: bool = False
     notes: list[str] = field(default_factory=list)
+    saved: Namespace | None = None
 
 
 def check_start(args: Namespace, flags: FlagNames | None = None) -> Start:
@@ -101,7 +103,12 @@ def check_start(args: Namespace, flags: FlagNames | None = None) -> Start:
         _check_noise_and_loss(args, saved, checkpoint.flag, flags)
     if is_resumed:
         check_optimizer(args, saved, state, checkpoint.flag, flags)
-    return Start(checkpoint, is_resumed, notes)
+        if _becomes_block_diffusion(args, saved):
+            notes.append(
+                "an autoregressive run goes on as a block-diffusion one, with its optimizer, iterations and data; "
+                "--finetune would start anew from its weights"
+            )
+    return Start(checkpoint, is_resumed, notes, saved)
 
 
 def _check_noise_and_loss(args: Namespace, saved: Namespace, source: str, flags: FlagNames) -> None:
@@ -124,14 +131,17 @@ def _check_noise_and_loss(args: Namespace, saved: Namespace, source: str, flags:
             )
 
 
+def _becomes_block_diffusion(args: Namespace, saved: Namespace) -> bool:
+    return args.diffusion_block_size is not None and getattr(saved, "diffusion_block_size", None) is None
+
+
 def _check_work_left(
     args: Namespace, saved: Namespace | None, checkpoint: Checkpoint, state: Mapping[str, Any]
 ) -> None:
     """A run that has nothing left to train would end with status 0, as if it had trained."""
     if args.skip_train:
         return
-    is_plain = saved is not None and getattr(saved, "diffusion_block_size", None) is None
-    other_loss = args.diffusion_block_size is not None and is_plain
+    other_loss = saved is not None and _becomes_block_diffusion(args, saved)
     hint = " (the checkpoint is of an autoregressive run, whose iterations would count)" if other_loss else ""
     done, flag, given = state.get("iteration", checkpoint.iteration), "--train-iters", args.train_iters
     if args.train_samples:

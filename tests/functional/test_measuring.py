@@ -130,9 +130,11 @@ def test_exposed_communication_and_clean_tokens_per_second_are_logged(
     times = [
         float(time) for time in re.findall(r"iteration +\d+/.* elapsed time per iteration \(ms\): ([\d.]+)", output)
     ]
+    # Megatron's line after the first iteration resets nothing, so the second time is the mean of both.
+    times[1] = 2 * times[1] - times[0]
     tokens = MICRO_BATCHES * SEQUENCE_LENGTH
     for (_, rate), milliseconds in zip(rates, times, strict=True):
-        assert float(rate) * milliseconds / 1000 == pytest.approx(tokens, rel=0.1)
+        assert float(rate) * milliseconds / 1000 == pytest.approx(tokens, rel=0.02)
     total = re.findall(r"clean tokens: (\d+) \| TFLOP/s per rank: [\d.e+-]+ \|", output)
     assert total == [str(tokens * iteration) for iteration in range(1, ITERATIONS + 1)]
     exposed = output.count("csbp-exposed-communication ..")

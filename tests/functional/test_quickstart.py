@@ -36,7 +36,7 @@ def test_it_trains_resumes_and_evaluates_as_printed(blocks: list[str], tmp_path:
         check=False,
     )
     assert run.returncode == 0, run.stdout[-5000:]
-    assert re.findall(r"iteration +(\d+)/ +\d+ \|", run.stdout) == ["10", "20", "30", "40"]
+    assert re.findall(r"iteration +(\d+)/ +\d+ \|", run.stdout) == ["1", "10", "20", "21", "30", "40"]
     losses = [float(loss) for loss in re.findall(r"\| lm loss: (\S+) \|", run.stdout)]
     assert losses[-1] < losses[0] - 0.3
     # After 20 and 40 iterations, at the end of both runs, and by the evaluation.

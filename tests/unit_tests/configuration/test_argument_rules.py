@@ -326,10 +326,9 @@ def test_ranks_on_several_nodes_are_counted_in_nodes(monkeypatch: pytest.MonkeyP
         check_before_megatron(args, given)
 
 
-def test_refuses_a_missing_mask_id() -> None:
-    message = refusal("", "--seq-length 64 --diffusion-block-size 8")
-    assert message.startswith("--mask-token-id is not given")
-    assert "151669" in message
+@pytest.mark.parametrize("objective", ["block-diffusion", "nemotron", "fast-dllm-v2"])
+def test_the_mask_id_may_be_left_to_the_tokenizer(objective: str) -> None:
+    check(f"--seq-length 64 --eval-interval 10 --diffusion-block-size 8 --diffusion-objective {objective}")
 
 
 def test_refuses_a_missing_length() -> None:

@@ -107,7 +107,10 @@ def test_an_autoregressive_checkpoint_with_nothing_left_names_finetune(save: Sav
     saved = arguments()
     del saved.diffusion_block_size
     folder = str(save(saved))
-    assert check_start(arguments(load=folder), FLAGS).is_resumed
+    start = check_start(arguments(load=folder), FLAGS)
+    assert start.is_resumed
+    assert start.notes[-1].startswith("an autoregressive run goes on as a block-diffusion one, with its optimizer")
+    assert not check_start(arguments(load=folder, finetune=True), FLAGS).notes
     with pytest.raises(ValueError, match=r"of an autoregressive run, whose iterations would count\)\. Use --finetune"):
         check_start(arguments(load=folder, train_iters=10), FLAGS)
 
