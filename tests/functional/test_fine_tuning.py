@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning on conversations: packed documents count like documents alone, and the mask token's row starts well."""
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,8 @@ from megatron_csbp.data.packed_dataset import LOSS_SUFFIX
 from tests.functional.model_flags import BLOCKS, CSBP2, CSBP4, TIED, TP2, UNTIED_MQA, iterations, words
 from tests.functional.test_data import without
 from tests.support.checkpoint_tensors import load_parameters
-from tests.support.megatron_run import Ranks
+from tests.support.forked_module import run_module
+from tests.support.megatron_run import ROOT, Ranks, environment
 from tests.unit_tests.data.support import write_indexed
 
 TOLERANCE = 1e-5
@@ -77,6 +82,45 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return max(((one - other).norm() / other.norm()).item() for one, other in pairs)
 
 
+@pytest.fixture(scope="module")
+def commands() -> str:
+    return re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "fine_tuning.md").read_text(), flags=re.DOTALL)[0]
+
+
+def test_the_page_trains_on_answers_as_printed_by_both_entries(commands: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Its training commands run on forked ranks, where a shell would start torchrun; all else runs in the shell."""
+    noted = tmp_path / "torchrun"
+    function = f'torchrun() {{ printf "%s\\t" "$@" >> {noted}; echo >> {noted}; }}\n'
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    shell = subprocess.run(
+        ["bash", "-ec", function + commands],
+        cwd=tmp_path,
+        env=environment() | {"PATH": path, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert shell.returncode == 0, shell.stdout[-3000:]
+    assert "marked in chat/data.loss.bin by generation markers of the chat template" in shell.stdout
+    places = {
+        "chat/": f"{tmp_path}/chat/",
+        "pretrain_gpt.py": str(ROOT / "tests/functional/stock_shape_pretrain_gpt.py"),
+    }
+    losses = []
+    for line in noted.read_text().splitlines():
+        words_of = line.rstrip("\t").split("\t")
+        for old, new in places.items():
+            words_of = [word if word.startswith("megatron") else word.replace(old, new) for word in words_of]
+        run = run_module(ranks, words_of).check()
+        assert "mask token 1: '<|mask|>', the mask that the tokenizer declares" in run.output
+        assert "of the tokens are learnt (by generation markers of the chat template)" in run.output
+        losses.append(re.findall(r"\| lm loss: (\S+) \|", run.output))
+    assert len(losses) == 2
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1]
+
+
 def test_a_conversion_starts_the_mask_tokens_rows_as_the_mean(ranks: Ranks, tmp_path: Path) -> None:
     model = words("--no-save-optim --no-save-rng --lr 0 --min-lr 0")
     model = [*without(UNTIED_MQA, "--lr", "--min-lr"), *model, *iterations(1)]
@@ -85,12 +129,12 @@ def test_a_conversion_starts_the_mask_tokens_rows_as_the_mean(ranks: Ranks, tmp_
     conversion = [*model, *BLOCKS, "--load", str(tmp_path / "autoregressive"), "--finetune", "--save"]
     one = ranks.train([*conversion, str(tmp_path / "one")]).check()
     said = one.output.partition("  start:")[2]
-    assert "the row of mask token 190 starts as the mean of the 188 trained rows" in said, said[:400]
+    assert "the row of mask token 190 starts as the mean of the 187 trained rows" in said, said[:400]
     mixed = words("--bf16 --use-distributed-optimizer")  # which copies the weights once they are loaded
     ranks.train([*conversion, str(tmp_path / "two"), *TP2, *mixed], 2).check()
     ones, twos = load_parameters(tmp_path / "one", 1), load_parameters(tmp_path / "two", 1)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        mean = before[name][:188].double().mean(0).float()
+        mean = before[name][:187].double().mean(0).float()
         assert torch.equal(ones[name][190], mean)
         kept = [row for row in range(len(mean)) if row != 190]
         assert torch.equal(ones[name][kept], before[name][kept])
