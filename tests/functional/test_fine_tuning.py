@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning on conversations: packed documents count like documents alone, and the mask token's row starts well."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ from tests.functional.model_flags import BLOCKS, CSBP2, CSBP4, TIED, TP2, UNTIED
 from tests.functional.test_data import without
 from tests.support.checkpoint_tensors import load_parameters
 from tests.support.forked_module import run_module
-from tests.support.megatron_run import ROOT, Ranks, environment
+from tests.support.megatron_run import ROOT, Ranks
 from tests.unit_tests.data.support import write_indexed
 
 TOLERANCE = 1e-5
@@ -87,35 +88,32 @@ def commands() -> str:
     return re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "fine_tuning.md").read_text(), flags=re.DOTALL)[0]
 
 
-def test_the_page_trains_on_answers_as_printed_by_both_entries(commands: str, ranks: Ranks, tmp_path: Path) -> None:
-    """Its training commands run on forked ranks, where a shell would start torchrun; all else runs in the shell."""
-    noted = tmp_path / "torchrun"
-    function = f'torchrun() {{ printf "%s\\t" "$@" >> {noted}; echo >> {noted}; }}\n'
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    shell = subprocess.run(
-        ["bash", "-ec", function + commands],
-        cwd=tmp_path,
-        env=environment() | {"PATH": path, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+def test_the_page_trains_on_answers_as_printed_by_both_entries(
+    commands: str, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell reads the page; what it would start runs here: modules in this process, torchrun's on forked ranks."""
+    noted = tmp_path / "noted"
+    note = f'{{ printf "%s\\t" "$@" >> {noted}; echo >> {noted}; }}'
+    functions = (
+        f'torchrun() {note}\nnote() {note}\npython() {{ [ "$1" = -m ] && note "$@" || command python "$@"; }}\n'
     )
-    assert shell.returncode == 0, shell.stdout[-3000:]
-    assert "marked in chat/data.loss.bin by generation markers of the chat template" in shell.stdout
-    places = {
-        "chat/": f"{tmp_path}/chat/",
-        "pretrain_gpt.py": str(ROOT / "tests/functional/stock_shape_pretrain_gpt.py"),
-    }
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(["bash", "-ec", functions + commands], cwd=tmp_path, env=os.environ | {"PATH": path}, check=True)
+    monkeypatch.chdir(tmp_path)
+    script = str(ROOT / "tests/functional/stock_shape_pretrain_gpt.py")
     losses = []
     for line in noted.read_text().splitlines():
-        words_of = line.rstrip("\t").split("\t")
-        for old, new in places.items():
-            words_of = [word if word.startswith("megatron") else word.replace(old, new) for word in words_of]
-        run = run_module(ranks, words_of).check()
+        command = line.rstrip("\t").split("\t")
+        if command[0] == "-m":
+            assert importlib.import_module(command[1]).main(command[2:]) == 0
+            continue
+        places = {"chat/tokenizer": str(tmp_path / "chat/tokenizer"), "chat/data": str(tmp_path / "chat/data")}
+        places["pretrain_gpt.py"] = script
+        run = run_module(ranks, [places.get(word, word) for word in command]).check()
         assert "mask token 1: '<|mask|>', the mask that the tokenizer declares" in run.output
         assert "of the tokens are learnt (by generation markers of the chat template)" in run.output
         losses.append(re.findall(r"\| lm loss: (\S+) \|", run.output))
+    assert "marked in chat/data.loss.bin by generation markers of the chat template" in capsys.readouterr().err
     assert len(losses) == 2
     assert len(losses[0]) == 2
     assert losses[0] == losses[1]
