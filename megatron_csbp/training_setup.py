@@ -115,11 +115,7 @@ def parse_and_validate_args(
 
     def after(args: Namespace) -> None:
         if arguments.is_block_diffusion(args):
-            declared, spare = megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
-            changes.extend(fill_mask_token(args, declared, spare))
-        changes.extend(arguments.prepare_after_validation(args))
-        if arguments.is_block_diffusion(args) and has_own_geometries(args):
-            changes.extend(prepare_own_geometries(args))
+            changes.extend(_fill_in_after_validation(args))
 
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
@@ -130,6 +126,14 @@ def parse_and_validate_args(
     keep_others_out(args)
     print_start_summary(args, runtime, changes, start)
     return args
+
+
+def _fill_in_after_validation(args: Namespace) -> list[Change]:
+    """Set what needs tokenizer and validated arguments; return the changes."""
+    declared, spare = megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
+    changes = fill_mask_token(args, declared, spare)
+    changes += arguments.prepare_after_validation(args)
+    return changes + (prepare_own_geometries(args) if has_own_geometries(args) else [])
 
 
 def _with_new_rows(args: Namespace, start: Start) -> Start:
