@@ -2,7 +2,7 @@
 """What this package needs of Megatron-Core: its version, and every symbol that is not public API.
 
 A contract test checks the symbols one by one, so that a Megatron which moved one is told by its name. Nothing here
-imports Megatron until it is called: :func:`megatron_csbp.cpu_runtime.install` has to run first.
+imports Megatron until it is called: `megatron_csbp.cpu_runtime.install` has to run first.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ class RequiredSymbol:
     """A Megatron symbol that this package relies on.
 
     Attributes:
-        name: Dotted name: module, then attributes (``megatron.core.utils.get_pg_size``).
-        parameters: Names of parameters that we pass by keyword or replace; the callable must accept each of them.
-        used_for: What breaks without it.
+        name: dotted name: module, then attributes (`megatron.core.utils.get_pg_size`).
+        parameters: names of parameters that we pass by keyword or replace; the callable must accept each of them.
+        used_for: what breaks without it.
     """
 
     name: str
@@ -28,7 +28,7 @@ class RequiredSymbol:
     parameters: tuple[str, ...] = ()
 
     def resolve(self) -> object:
-        """Imports the module and returns the symbol.
+        """Import the module and return the symbol.
 
         Raises:
             ImportError: If the module or the attribute does not exist; the message names it.
@@ -51,7 +51,7 @@ class RequiredSymbol:
         raise ImportError(f"{self.name} ({self.used_for}): {parts[0]!r} cannot be imported")
 
     def check(self) -> None:
-        """Checks that the symbol exists and accepts its parameters.
+        """Check that the symbol exists and accepts its parameters.
 
         Raises:
             ImportError: If it does not; the message names the symbol and the parameter.
@@ -271,13 +271,13 @@ REQUIRED_SYMBOLS: list[RequiredSymbol] = [
 
 
 def megatron_version() -> str:
-    """The version of the Megatron-Core that is imported, which need not be the one that pip knows."""
+    """Return the version of the Megatron-Core that is imported, which need not be the one that pip knows."""
     version: str = importlib.import_module("megatron.core").__version__
     return version.split("+")[0]  # Megatron adds the git revision of whatever repository the job was started in
 
 
 def check_megatron_version(version: str | None = None) -> None:
-    """Checks that Megatron-Core is one of the supported versions.
+    """Check that Megatron-Core is one of the supported versions.
 
     Args:
         version: Version to check; the imported one by default.

@@ -27,6 +27,8 @@ from megatron_csbp import (
     megatron_loading,
     megatron_start,
 )
+from megatron_csbp.agreement.exchange import check_agreement, job_store
+from megatron_csbp.agreement.start_facts import start_facts
 from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import Start, check_files, check_start, use_checkpoint_length
@@ -119,9 +121,7 @@ def parse_and_validate_args(
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
         _set_up_block_diffusion(args)
-    start = check_start(args, FlagNames(parsers[-1]))
-    if arguments.is_block_diffusion(args):
-        start = _with_new_rows(args, start)
+    start = _agreed_start(args, FlagNames(parsers[-1]))
     keep_others_out(args)
     print_start_summary(args, runtime, changes, start)
     return args
@@ -130,7 +130,7 @@ def parse_and_validate_args(
 def _with_new_rows(args: Namespace, start: Start) -> Start:
     """Decide how rows of the vocabulary start that are not trained, and note it for the summary."""
     is_text = megatron_start.token_of(args.mask_token_id).is_text
-    note = choose_new_rows(args, start, megatron_loading.tokenizer().vocab_size, is_text)
+    note = choose_new_rows(args, start, megatron_start.vocab_size(), is_text)
     return start if note is None else dataclasses.replace(start, notes=[*start.notes, note])
 
 
@@ -177,6 +177,23 @@ def _set_up_block_diffusion(args: Namespace) -> None:
     if args.full_validation:
         correct_full_validation_now(args)
     megatron_checkpoints.save_clean_length()
+
+
+def _agreed_start(args: Namespace, flags: FlagNames) -> Start:
+    """Hold the run against its checkpoint, and compare with all other ranks before any process group is made.
+
+    Raises:
+        ValueError: the checkpoint does not fit; or ranks start differently, or one does not come, on every rank.
+    """
+    start = check_start(args, flags)
+    if arguments.is_block_diffusion(args):
+        start = _with_new_rows(args, start)
+    # Without an address Megatron says itself what is missing.
+    if args.world_size > 1 and not is_dry_run(args) and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        timeout_s = 60.0 * args.distributed_timeout_minutes
+        store = job_store(os.environ, timeout_s)
+        check_agreement(store, args.rank, args.world_size, start_facts(args, start, flags), timeout_s)
+    return start
 
 
 def keep_others_out(args: Namespace) -> None:
