@@ -53,7 +53,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--mask-token-id",
         type=int,
         default=None,
-        help="Token id that stands for a corrupted token. Must lie in the padded vocabulary.",
+        help="Token id that stands for a corrupted token, which must lie in the padded vocabulary and may not occur "
+        "in the training data. Default: the tokenizer's own mask token.",
     )
     add_objective_arguments(group)
     group.add_argument(

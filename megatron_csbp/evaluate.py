@@ -125,15 +125,12 @@ def _report(args: Namespace, evaluations: list[dict[str, Any]], json_file: str |
         words.append(f"NELBO {figures['nelbo']:.4f} nats/token")
     elif is_autoregressive:
         figures["ar_loss"] = losses["lm loss"]
-    else:
+    else:  # the objective bounds no likelihood
         figures["masked_token_loss"] = losses["lm loss"]
         words.append(f"loss of masked tokens {losses['lm loss']:.4f} nats/token")
     if "ar_loss" in figures:
         figures["ar_perplexity"] = math.exp(figures["ar_loss"])
         words.append(f"AR loss {figures['ar_loss']:.4f} nats/token, perplexity {figures['ar_perplexity']:.3f}")
-    if not figures:  # the objective bounds no likelihood
-        figures["loss"] = evaluation["losses"]["lm loss"]
-        words.append(f"loss of {args.diffusion_objective} {figures['loss']:.4f} a token")
     length = args.seq_length if is_autoregressive else args.clean_seq_length
     figures |= {"samples": evaluation["samples"], "tokens_per_sample": length, "checkpoint": args.load}
     print(f"{', '.join(words)}; {figures['samples']} samples of {length} tokens; {args.load}", flush=True)

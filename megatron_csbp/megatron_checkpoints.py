@@ -24,7 +24,7 @@ _OPTIMIZER_KEY = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 def common_state(path: Path) -> Mapping[str, Any]:
-    """What a checkpoint holds beside tensors, of the `torch_dist` or the legacy `torch` format.
+    """Return what a checkpoint holds beside tensors, of the `torch_dist` or the legacy `torch` format.
 
     Args:
         path: the folder of one iteration.
@@ -54,13 +54,13 @@ def sharding_type(state: Mapping[str, Any]) -> str | None:
 
 
 def survives_resharding(kind: str) -> bool:
-    """Whether optimizer state of this sharding type can be loaded under other tensor- and pipeline-parallel sizes."""
+    """Return whether optimizer state of this sharding type loads under other tensor- and pipeline-parallel sizes."""
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     return kind in optimizer.DistributedOptimizer.checkpoint_fully_reshardable_formats
 
 
 def least_file_bytes(path: Path) -> dict[str, int]:
-    """By file of a `torch_dist` checkpoint, the bytes that its index says it has at least."""
+    """Return, by file of a `torch_dist` checkpoint, the bytes that its index says it has at least."""
     sizes: dict[str, int] = {}
     for place in FileSystemReader(path).read_metadata().storage_data.values():
         sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
@@ -68,7 +68,7 @@ def least_file_bytes(path: Path) -> dict[str, int]:
 
 
 def network_settings(args: Namespace) -> dict[str, Any]:
-    """What Megatron would build the network from, by field of its configuration classes; nothing is built or checked.
+    """Return what Megatron would build the network from, by field of its configurations; nothing is built or checked.
 
     Args:
         args: validated arguments, of this run or out of a checkpoint.
@@ -124,7 +124,7 @@ class Expected:
 
 
 def stored_weights(path: Path) -> dict[str, tuple[int, ...]]:
-    """Global shape of every weight in a `torch_dist` checkpoint, without the optimizer's state."""
+    """Return the global shape of every weight in a `torch_dist` checkpoint, without the optimizer's state."""
     entries = FileSystemReader(path).read_metadata().state_dict_metadata
     return {
         key: tuple(entry.size)
@@ -134,7 +134,7 @@ def stored_weights(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def expected_weights(models: Sequence[Any], state: Mapping[str, Any], pipeline_group: Any) -> dict[str, Expected]:
-    """What a model asks of a checkpoint, on all pipeline stages.
+    """Return what a model asks of a checkpoint, on all pipeline stages.
 
     Args:
         models: the model chunks of this stage.
@@ -161,9 +161,9 @@ def expected_weights(models: Sequence[Any], state: Mapping[str, Any], pipeline_g
 
 
 def save_clean_length() -> None:
-    """Lets checkpoints carry L as ``seq_length``, where Megatron's schedules need the rows of both copies.
+    """Let checkpoints carry L as `seq_length`, where Megatron's schedules need the rows of both copies.
 
-    Stock Megatron takes its own sequence length from there with ``--use-checkpoint-args``.
+    Stock Megatron takes its own sequence length from there with `--use-checkpoint-args`.
     """
     checkpointing = importlib.import_module("megatron.training.checkpointing")
     stock = checkpointing.generate_state_dict

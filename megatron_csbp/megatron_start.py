@@ -12,7 +12,7 @@ import torch
 
 
 def eod_token_id() -> int | None:
-    """The id that Megatron's tokenizer ends a document with; None if it has none, or none by that name."""
+    """Return the id that Megatron's tokenizer ends a document with; None if it has none, or none by that name."""
     tokenizer = importlib.import_module("megatron.training.global_vars").get_tokenizer()
     try:
         eod = tokenizer.eod
@@ -35,7 +35,7 @@ class Token:
 
 
 def token_of(token_id: int) -> Token:
-    """What Megatron's tokenizer makes of an id."""
+    """Return what Megatron's tokenizer makes of an id."""
     tokenizer = importlib.import_module("megatron.training.global_vars").get_tokenizer()
     size: int = tokenizer.vocab_size
     if token_id >= size:
@@ -55,7 +55,7 @@ def token_of(token_id: int) -> Token:
 
 
 def declared_mask_id() -> int | None:
-    """The id that Megatron's tokenizer declares as its mask, or None."""
+    """Return the id that Megatron's tokenizer declares as its mask, or None."""
     tokenizer = importlib.import_module("megatron.training.global_vars").get_tokenizer()
     try:
         mask = tokenizer.mask
@@ -64,8 +64,21 @@ def declared_mask_id() -> int | None:
     return mask if isinstance(mask, int) and mask >= 0 else None
 
 
+def vocab_size() -> int:
+    """The ids that Megatron's tokenizer has; some do not count the end of a document, which comes last."""
+    size: int = importlib.import_module("megatron.training.global_vars").get_tokenizer().vocab_size
+    end = eod_token_id()
+    return size if end is None else max(size, end + 1)
+
+
+def spare_id(padded_vocab_size: int) -> int | None:
+    """The first id of the padded vocabulary that Megatron's tokenizer does not have, or None."""
+    size = vocab_size()
+    return size if size < padded_vocab_size else None
+
+
 def restart_default_generator() -> None:
-    """Seeds the default random generators as Megatron did before it warmed its fused functions up.
+    """Seed the default random generators as Megatron did before it warmed its fused functions up.
 
     Weights outside the tracker of tensor-parallel random states (position embeddings, routers) come from them, and the
     warm-up draws as many numbers as a rank has rows: without this, runs on different numbers of ranks would start

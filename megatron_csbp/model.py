@@ -12,7 +12,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
 
-from megatron_csbp import megatron_compat, megatron_start
+from megatron_csbp import megatron_compat, megatron_loading, megatron_start
+from megatron_csbp.configuration.new_row_rules import NewRows
+from megatron_csbp.new_rows import start_rows_anew_when_loaded
 from megatron_csbp.parallel_state_ext import (
     block_parallel_is_initialized,
     destroy_block_parallel,
@@ -36,6 +38,8 @@ class BlockDiffusionModelConfig(GPTModelConfig):
     block_diffusion: BlockDiffusionSettings | None = None
     check_weights: Callable[[list[GPTModel], Any], None] | None = None
     """Called with the built stages and the pipeline group, before a checkpoint is loaded into them."""
+    new_rows: Callable[[], NewRows | None] | None = None
+    """Says which rows of the vocabulary the checkpoint does not have trained."""
 
 
 class BlockDiffusionModelBuilder(GPTModelBuilder):
@@ -83,6 +87,10 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
         models: list[GPTModel] = super().build_distributed_models(pg_collection, *args, **kwargs)
         if self._model_config.check_weights is not None:
             self._model_config.check_weights(models, pg_collection.pp)
+        new = self._model_config.new_rows() if self._model_config.new_rows is not None else None
+        if new is not None:
+            for model in models:
+                start_rows_anew_when_loaded(megatron_loading.unwrapped(model), new, pg_collection.tp)
         return models
 
     def _layer_spec(

@@ -4,6 +4,7 @@
 Import it after the CPU runtime is installed: it needs Megatron.
 """
 
+import dataclasses
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -23,6 +24,7 @@ from megatron_csbp import (
     megatron_checkpoints,
     megatron_compat,
     megatron_delta_net,
+    megatron_loading,
     megatron_start,
 )
 from megatron_csbp.agreement.exchange import check_agreement, job_store
@@ -34,6 +36,8 @@ from megatron_csbp.configuration.config_file import flags_given, set_defaults_fr
 from megatron_csbp.configuration.flag_names import FlagNames
 from megatron_csbp.configuration.hardware_queues import check_one_queue
 from megatron_csbp.configuration.hub_rules import check_hub_tokenizer
+from megatron_csbp.configuration.mask_token_rules import fill_mask_token, good_mask_token
+from megatron_csbp.configuration.new_row_rules import choose_new_rows, new_rows_of_next_load
 from megatron_csbp.configuration.objective_flags import objective_from_args
 from megatron_csbp.configuration.output_folders import check_output_folders
 from megatron_csbp.configuration.own_geometries import prepare_own_geometries
@@ -69,6 +73,7 @@ def parse_and_validate_args(
     args_defaults: dict[str, Any] | None = None,
     set_defaults: Callable[[ArgumentParser], None] | None = None,
     yaml_path: Path | None = None,
+    changes: list[Change] | None = None,
 ) -> Namespace:
     """Parse Megatron's flags and ours, check every rule, and print the start summary on rank 0.
 
@@ -78,14 +83,14 @@ def parse_and_validate_args(
         args_defaults: as for Megatron's function.
         set_defaults: changes the defaults of the whole parser.
         yaml_path: what `--yaml-cfg` names, if it is no longer on the command line.
+        changes: takes what is changed among the arguments.
 
     Raises:
         ValueError: a rule is broken or a flag unknown, on every rank, before any collective.
     """
     from_command_line, sys.argv[1:] = take_yaml_flag(sys.argv[1:])
     yaml_path = yaml_path or from_command_line
-    given: set[str] = flags_given(sys.argv[1:])
-    changes: list[Change] = []
+    given, changes = flags_given(sys.argv[1:]), [] if changes is None else changes
     parsers: list[ArgumentParser] = []
 
     def add_flags(parser: ArgumentParser) -> ArgumentParser:
@@ -108,13 +113,10 @@ def parse_and_validate_args(
         check_training(args)
         check_hub_tokenizer(args)
         check_output_folders(args, makes_them=not is_dry_run(args))
-        if is_dry_run(args):
-            check_mode.leave_reporting_out(args)
+        check_mode.leave_reporting_out(args)
 
     def after(args: Namespace) -> None:
-        changes.extend(arguments.prepare_after_validation(args))
-        if arguments.is_block_diffusion(args) and has_own_geometries(args):
-            changes.extend(prepare_own_geometries(args))
+        changes.extend(_after_validation(args))
 
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
@@ -123,6 +125,25 @@ def parse_and_validate_args(
     keep_others_out(args)
     print_start_summary(args, runtime, changes, start)
     return args
+
+
+def _with_new_rows(args: Namespace, start: Start) -> Start:
+    """Decide how rows of the vocabulary start that are not trained, and note it for the summary."""
+    is_text = megatron_start.token_of(args.mask_token_id).is_text
+    note = choose_new_rows(args, start, megatron_start.vocab_size(), is_text)
+    return start if note is None else dataclasses.replace(start, notes=[*start.notes, note])
+
+
+def _after_validation(args: Namespace) -> list[Change]:
+    """Fill in what needs validated arguments and a tokenizer."""
+    changes: list[Change] = []
+    if arguments.is_block_diffusion(args):
+        declared, spare = megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
+        changes.extend(fill_mask_token(args, declared, spare))
+    changes.extend(arguments.prepare_after_validation(args))
+    if arguments.is_block_diffusion(args) and has_own_geometries(args):
+        changes.extend(prepare_own_geometries(args))
+    return changes
 
 
 def _check_device(args: Namespace, runtime: RuntimeInfo) -> None:
@@ -148,7 +169,9 @@ def _set_up_block_diffusion(args: Namespace) -> None:
         objective_from_args(args).loss_on_clean_rows,
         attends=args.num_layers in megatron_delta_net.attention_layers(args),
     )
-    validate_data_files(args)
+    declared, spare = megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
+    advice = good_mask_token(args.mask_token_id, declared, spare)
+    validate_data_files(args, megatron_loading.tokenizer(), advice)
     correct_distributed_optimizer_now()
     if args.full_validation:
         correct_full_validation_now(args)
@@ -162,6 +185,8 @@ def _agreed_start(args: Namespace, flags: FlagNames) -> Start:
         ValueError: the checkpoint does not fit; or ranks start differently, or one does not come, on every rank.
     """
     start = check_start(args, flags)
+    if arguments.is_block_diffusion(args):
+        start = _with_new_rows(args, start)
     # Without an address Megatron says itself what is missing.
     if args.world_size > 1 and not is_dry_run(args) and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         timeout_s = 60.0 * args.distributed_timeout_minutes
@@ -227,6 +252,7 @@ def model_config_from_args(args: Namespace, **kwargs: Any) -> Any:
             check_weights(args, models, pipeline_group)
 
     config.check_weights = check
+    config.new_rows = partial(new_rows_of_next_load, args)
     return config
 
 

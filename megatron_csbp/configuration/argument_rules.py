@@ -10,6 +10,7 @@ import re
 from argparse import Namespace
 
 from megatron_csbp.configuration.file_rules import check_folders, check_ledger, check_tokenizer_folder
+from megatron_csbp.configuration.mask_token_rules import check_mask_token
 from megatron_csbp.configuration.model_rules import check_delta_net, check_heads, check_recomputation, check_world_size
 from megatron_csbp.configuration.objective_flags import check_objective, num_views
 from megatron_csbp.configuration.packing_rules import check_packing
@@ -19,6 +20,7 @@ from megatron_csbp.transformer.geometry.scheme import length_error, required_mul
 
 _OWN_FLAGS = (
     "--mask-token-id",
+    "--init-mask-token",
     "--context-scheme",
     "--corrupted-views",
     "--window-anchor",
@@ -168,17 +170,6 @@ def check_sequence_parallel_rows(args: Namespace) -> None:
             f"--tensor-model-parallel-size {args.tensor_model_parallel_size}, which does not divide them; a multiple "
             f"of {multiple} works, for example --seq-length {-(-args.seq_length // multiple) * multiple}."
         )
-
-
-def check_mask_token(args: Namespace) -> None:
-    """The mask id is given; whether it fits the vocabulary is checked once the tokenizer is there."""
-    if args.mask_token_id is None:
-        raise ValueError(
-            "--mask-token-id is not given: which token id stands for a corrupted token? Use an id that the tokenizer "
-            "never produces, for example 100 for Nemotron or 151669 for Qwen3."
-        )
-    if args.mask_token_id < 0:
-        raise ValueError(f"--mask-token-id {args.mask_token_id} must be at least 0; for example 100.")
 
 
 def check_dropout(args: Namespace, given: frozenset[str]) -> None:

@@ -57,11 +57,13 @@ class Start:
         checkpoint: None for random weights.
         is_resumed: whether an earlier run goes on, with its iteration.
         notes: what differs from the checkpoint and may, for the start summary.
+        saved: the checkpoint's arguments; None if it has none.
     """
 
     checkpoint: Checkpoint | None = None
     is_resumed: bool = False
     notes: list[str] = field(default_factory=list)
+    saved: Namespace | None = None
 
 
 def check_start(args: Namespace, flags: FlagNames | None = None) -> Start:
@@ -106,7 +108,7 @@ def check_start(args: Namespace, flags: FlagNames | None = None) -> Start:
                 "an autoregressive run goes on as a block-diffusion one, with its optimizer, iterations and data; "
                 "--finetune would start anew from its weights"
             )
-    return Start(checkpoint, is_resumed, notes)
+    return Start(checkpoint, is_resumed, notes, saved)
 
 
 def _check_noise_and_loss(args: Namespace, saved: Namespace, source: str, flags: FlagNames) -> None:

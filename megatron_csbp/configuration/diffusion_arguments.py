@@ -7,6 +7,7 @@ Imports nothing of Megatron.
 import argparse
 from argparse import ArgumentParser
 
+from megatron_csbp.configuration.new_row_rules import METHODS
 from megatron_csbp.objectives import OBJECTIVES
 from megatron_csbp.objectives.noise_schedules import NOISE_SCHEDULES
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, WindowAnchor
@@ -75,6 +76,15 @@ def add_objective_arguments(group: Group) -> None:
         choices=list(NOISE_SCHEDULES),
         default="log-linear",
         help="Chance that a token is corrupted, and its loss weight, as functions of the noise level t.",
+    )
+    group.add_argument(
+        "--init-mask-token",
+        choices=METHODS,
+        default=None,
+        help="How the mask token's row of embedding and output layer starts in a new run from weights that were not "
+        "trained with it (--load with --finetune, --pretrained-checkpoint): as the mean of the trained rows, the mean "
+        "with noise of --init-method-std, or as it is in the checkpoint (keep). Default: mean, but keep for a token "
+        "of ordinary text. A resumed run never changes it.",
     )
     group.add_argument("--noise-eps", type=float, default=1e-3, help="Smallest noise level: t lies in [eps, 1].")
 

@@ -10,13 +10,21 @@ from megatron_csbp.transformer.geometry.visibility import CleanAttention
 def objective_from_args(args: Namespace) -> Objective:
     """Return the training objective that the flags describe.
 
+    Args:
+        args: arguments; the mask token is known once the tokenizer is built.
+
     Raises:
         ValueError: a flag is out of its range, or does not fit the objective.
     """
+    assert args.mask_token_id is not None, "fill_mask_token has filled it in"
+    return _objective(args, args.mask_token_id)
+
+
+def _objective(args: Namespace, mask_token_id: int) -> Objective:
     return build_objective(
         ObjectiveConfig(
             name=args.diffusion_objective,
-            mask_token_id=args.mask_token_id,
+            mask_token_id=mask_token_id,
             noise_schedule=args.noise_schedule,
             noise_eps=args.noise_eps,
             diffusion_loss_weight=args.diffusion_loss_weight,
@@ -28,7 +36,7 @@ def objective_from_args(args: Namespace) -> Objective:
 
 def check_objective(args: Namespace) -> None:
     """The objective takes its flags, and no clean row sees its target."""
-    objective = objective_from_args(args)
+    objective = _objective(args, args.mask_token_id or 0)  # which token it is does not matter here
     if objective.loss_on_clean_rows and args.clean_attention == CleanAttention.BLOCK_CAUSAL:
         weight = objective.default_ar_loss_weight if args.ar_loss_weight is None else args.ar_loss_weight
         raise ValueError(

@@ -22,7 +22,7 @@ def check_padded_vocabulary(args: Namespace, saved: Namespace, source: str) -> l
     if before is None or now is None or before == now:
         return []
     if now > before:
-        return [f"the embedding grows from {before} to {now} rows: the added ones start at 0"]
+        return [f"the embedding grows from {before} to {now} rows: Megatron starts the added ones at 0"]
     most_padding = getattr(saved, "make_vocab_size_divisible_by", 128) * getattr(
         saved, "tensor_model_parallel_size", 1
     )

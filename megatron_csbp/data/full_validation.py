@@ -61,7 +61,7 @@ class WholeSetSampler(Sized):
 
 
 def correct_full_validation_now(args: Namespace) -> None:
-    """Let Megatron's loaders read validation sets through :class:`WholeSetSampler`.
+    """Let Megatron's loaders read validation sets through `WholeSetSampler`.
 
     Args:
         args: Megatron's validated arguments.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's .idx and .bin files, and the sidecar that preparation writes beside them, as files: what they promise.
+"""Megatron's .idx and .bin files, and what preparation writes beside them, as files: what they promise.
 
-Reads headers and sizes only, so that a damaged file can be named before Megatron maps it.
+Reads headers and sizes, so that a damaged file can be named before Megatron maps it, and tokens within a bound.
 """
 
 import json
@@ -29,6 +29,8 @@ class PreparedMetadata:
         max_token_id: largest token id in the data.
         tokens: tokens in the data.
         documents: documents in the data.
+        supervised_tokens: tokens that are learnt: of answers, completions and plain documents.
+        answers_found_by: how answers were told from context, in words; empty for plain documents.
     """
 
     tokenizer: str
@@ -36,6 +38,8 @@ class PreparedMetadata:
     max_token_id: int
     tokens: int
     documents: int
+    supervised_tokens: int
+    answers_found_by: list[str]
 
     def to_json(self) -> str:
         """Return the sidecar's text."""
@@ -70,6 +74,34 @@ class IndexedFiles:
         for start in np.linspace(0, max(0, len(tokens) - _WINDOW_TOKENS), num_windows).astype(np.int64).tolist():
             yield np.asarray(tokens[start : start + _WINDOW_TOKENS])
 
+    def count(self, token_id: int, max_tokens: int) -> tuple[int, int]:
+        """Count how often a token occurs.
+
+        Args:
+            token_id: id of the token.
+            max_tokens: tokens to read at most, where preparation has not counted all.
+
+        Returns:
+            Occurrences, and in how many tokens: all, or those that were read.
+        """
+        counts = self._counts()
+        if counts is not None:
+            return int(counts[token_id]) if token_id < len(counts) else 0, self.num_tokens
+        found = read = 0
+        for window in self.token_windows(max_tokens):
+            found += int(np.count_nonzero(window == token_id))
+            read += len(window)
+        return found, read
+
+    def _counts(self) -> npt.NDArray[np.int64] | None:
+        """Return how often each id occurs, or None where that was not counted, or of other data."""
+        try:
+            counts = np.load(counts_path(self.prefix), allow_pickle=False)
+        except (OSError, ValueError):
+            return None
+        is_table = counts.ndim == 1 and counts.dtype == np.int64
+        return counts if is_table and int(counts.sum()) == self.num_tokens else None
+
     def metadata(self) -> PreparedMetadata | None:
         """Return the sidecar, or None where there is none, it is not ours, or it describes other data."""
         try:
@@ -89,6 +121,11 @@ def bin_path(prefix: str) -> Path:
 def idx_path(prefix: str) -> Path:
     """Return the path of the index."""
     return Path(prefix + ".idx")
+
+
+def counts_path(prefix: str) -> Path:
+    """Return the path of the table of how often each token id occurs."""
+    return Path(prefix + ".counts.npy")
 
 
 def meta_path(prefix: str) -> Path:

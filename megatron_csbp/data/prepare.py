@@ -1,41 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns text into Megatron's indexed dataset, with a Hugging Face tokenizer.
+"""Turns chats, prompts with completions and plain text into Megatron's indexed dataset, with a Hugging Face tokenizer.
 
     python -m megatron_csbp.data.prepare --input FILE_OR_FOLDER ... --tokenizer PATH_OR_NAME --output-prefix PREFIX
 
-Text files are one document each, JSONL files one document a line, folders are searched recursively. Writes PREFIX.bin
-and PREFIX.idx for `--data-path PREFIX`, and PREFIX.meta.json, by which training checks the vocabulary at start. The
-output appears under its names only when it is complete. Needs no GPU.
+Text files are one document each; lines of JSON Lines files and rows of Parquet files are a document, a pair or a chat
+each; folders are searched recursively. Writes PREFIX.bin and PREFIX.idx for `--data-path PREFIX`; PREFIX.loss.bin and
+.idx, which mark answers, unless all is plain text; PREFIX.counts.npy and PREFIX.meta.json, by which training checks
+mask token and vocabulary at start. The output appears under its names only when it is complete. Needs no GPU.
 """
 
 import argparse
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from megatron_csbp.data.text_sources import FORMATS, Reading, find_files, read_documents
-from megatron_csbp.data.text_tokenizer import TextTokenizer, load_tokenizer
+from megatron_csbp.data.prepared_files import PreparedFiles, whole_output
+from megatron_csbp.data.record_encoder import Encoded, RecordEncoder, Unusable, record_encoder
+from megatron_csbp.data.records import Faults, Located, texts_of
+from megatron_csbp.data.text_sources import add_reading_arguments, find_files, read_records, reading_from_args
 
 _PROGRESS_SECONDS = 2.0
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1 << 20
 _BATCHES_PER_WORKER = 3
 
-TokenIds = npt.NDArray[np.int32]
+_Result = list[Encoded | Unusable]
 
-_worker_tokenizer: TextTokenizer | None = None
+_worker_encoder: RecordEncoder | None = None
 
 
 @dataclass
@@ -47,18 +46,14 @@ class _Progress:
     documents: int = 0
     empty_documents: int = 0
     tokens: int = 0
-    max_token_id: int = -1
     started: float = field(default_factory=time.monotonic)
     said: float = field(default_factory=time.monotonic)
 
-    def add(self, token_ids: TokenIds) -> None:
+    def add(self, tokens: int) -> None:
         """Count a document."""
-        if token_ids.size:
-            self.documents += 1
-            self.tokens += token_ids.size
-            self.max_token_id = max(self.max_token_id, int(token_ids.max()))
-        else:
-            self.empty_documents += 1
+        self.documents += bool(tokens)
+        self.empty_documents += not tokens
+        self.tokens += tokens
         if time.monotonic() - self.said >= _PROGRESS_SECONDS:
             self.say()
 
@@ -77,18 +72,23 @@ class _Progress:
 def build_parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_csbp.data.prepare", description="Turn text into Megatron's .bin and .idx files."
+        prog="python -m megatron_csbp.data.prepare",
+        description="Turn chats, prompts with completions and plain text into Megatron's .bin and .idx files.",
     )
+    add_reading_arguments(parser)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="text files, JSONL files, folders")
     add("--tokenizer", required=True, help="Hugging Face name or folder, or a tokenizer.json file")
-    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.meta.json")
-    add("--glob", nargs="+", default=["*"], metavar="PATTERN", help="names of the files to take from folders")
-    add("--format", choices=FORMATS, default="auto", help="a document a file, or a line? (default: by name)")
-    add("--json-key", default="text", help="key of the text in JSONL files (default: text)")
-    add("--append-eod", action="store_true", help="end each document with the tokenizer's end-of-document token")
+    add("--chat-template", metavar="FILE", help="a Jinja file, or chatml (default: the tokenizer's own)")
+    add(
+        "--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and others beside them"
+    )
+    add(
+        "--append-eod",
+        action="store_true",
+        help="end documents and completions with the tokenizer's end-of-document token; a chat ends as its template "
+        "says",
+    )
     add("--eod-token", help="that token, where the tokenizer does not name one")
-    add("--skip-undecodable", action="store_true", help="leave out files and JSONL lines that are not UTF-8")
     add("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
     return parser
 
@@ -96,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     args = build_parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing half done stays
     try:
         prepare(args)
     except ValueError as error:
@@ -108,7 +109,7 @@ def prepare(args: argparse.Namespace) -> None:
     """Tokenize the inputs and write the dataset.
 
     Args:
-        args: as parsed by :func:`build_parser`.
+        args: as parsed by `build_parser`.
 
     Raises:
         ValueError: an input, the tokenizer or the output cannot be used.
@@ -120,88 +121,98 @@ def prepare(args: argparse.Namespace) -> None:
             f"--output-prefix {args.output_prefix} is a folder; the prefix is the beginning of the files' names, for "
             f"example {args.output_prefix}train."
         )
-    tokenizer = load_tokenizer(args.tokenizer, args.eod_token)
-    end = np.array([tokenizer.require_eod_id()] if args.append_eod else [], dtype=np.int32)
+    encoder = record_encoder(args.tokenizer, args.chat_template, args.append_eod, args.eod_token)
     files = find_files(args.input, args.glob)
-    progress = _Progress(num_files=len(files))
-    with _complete_output(args.output_prefix) as temporary_prefix:
-        tokenized = _tokenized(_batches(files, args, progress), tokenizer, args)
-        _write(temporary_prefix, _ended(tokenized, end), tokenizer, progress, args)
+    progress, faults = _Progress(len(files)), Faults(skips=args.on_error == "skip")
+    records = _records(files, args, faults, progress)
+    with whole_output(args.output_prefix) as temporary_prefix:
+        output = PreparedFiles(temporary_prefix, encoder.tokenizer.vocab_size)
+        progress.started = time.monotonic()
+        for document in _usable(_encoded(_batches(records), encoder, args), faults):
+            progress.add(document.ids.size)
+            if document.ids.size:
+                output.add(document)
+        if not output.tokens:
+            raise ValueError(
+                f"--input {' '.join(args.input)} holds no text ({len(files)} files). "
+                + "; ".join([*faults.lines(), "Give files with text."])
+            )
+        output.finish(args.tokenizer)
     progress.say()
-    removed = _remove_stale_index_cache(args.output_prefix)
-    notes = [f"left out {progress.empty_documents} empty documents"] * bool(progress.empty_documents)
-    notes += [f"removed {removed} cached sample indices of older data"] * bool(removed)
+    notes = [*_notes(args, output, progress, faults), *_mask_note(encoder, output)]
     print("; ".join([f"prepare: wrote {args.output_prefix}.bin and .idx", *notes]), file=sys.stderr)
 
 
-def _write(
-    prefix: str,
-    documents: Iterable[TokenIds],
-    tokenizer: TextTokenizer,
-    progress: _Progress,
-    args: argparse.Namespace,
-) -> None:
-    """Write .bin, .idx and the sidecar under a temporary prefix."""
-    with warnings.catch_warnings():
-        # Megatron warns at import about each optional package that is not installed.
-        warnings.simplefilter("ignore")
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-        from megatron_csbp.data.indexed_files import PreparedMetadata, bin_path, idx_path, meta_path
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    builder = IndexedDatasetBuilder(str(bin_path(prefix)), dtype=dtype)
-    progress.started = time.monotonic()
-    for document in documents:
-        progress.add(document)
-        if document.size:
-            builder.add_document(document, [document.size])
-    if not progress.tokens:
-        raise ValueError(
-            f"--input {' '.join(args.input)} holds no text ({progress.num_files} files). Give files with text."
+def _notes(args: argparse.Namespace, output: PreparedFiles, progress: _Progress, faults: Faults) -> list[str]:
+    """Return what a user should know of the output."""
+    removed = _remove_stale_index_cache(args.output_prefix)
+    notes = []
+    if output.found_by:
+        share = output.supervised_tokens / output.tokens
+        notes.append(
+            f"{output.supervised_tokens} tokens ({share:.1%}) are learnt, marked in {args.output_prefix}.loss.bin by "
+            f"{' and '.join(output.found_by)}"
         )
-    builder.finalize(str(idx_path(prefix)))
-    metadata = PreparedMetadata(
-        tokenizer=args.tokenizer,
-        vocab_size=tokenizer.vocab_size,
-        max_token_id=progress.max_token_id,
-        tokens=progress.tokens,
-        documents=progress.documents,
-    )
-    meta_path(prefix).write_text(metadata.to_json(), encoding="utf-8")
+    notes += [f"left out {progress.empty_documents} empty documents"] * bool(progress.empty_documents)
+    notes += faults.lines()
+    notes += [f"removed {removed} cached sample indices of older data"] * bool(removed)
+    return notes
 
 
-def _ended(documents: Iterable[TokenIds], end: TokenIds) -> Iterator[TokenIds]:
-    """Append the end token to each document that has text."""
-    for document in documents:
-        yield np.concatenate([document, end]) if document.size else document
+def _mask_note(encoder: RecordEncoder, output: PreparedFiles) -> list[str]:
+    """Say if the tokenizer's own mask token is in the data: training refuses it then."""
+    mask_id = encoder.tokenizer.mask_id
+    found = 0 if mask_id is None else output.count(mask_id)
+    if not found:
+        return []
+    return [f"the tokenizer's mask token {mask_id} occurs {found} times, so that training cannot use it as the mask"]
 
 
-def _batches(files: Iterable[Path], args: argparse.Namespace, progress: _Progress) -> Iterator[list[str]]:
-    """Yield the documents of all files in order, in batches of about a megabyte."""
-    batch: list[str] = []
-    characters = 0
+def _records(
+    files: Iterable[Path], args: argparse.Namespace, faults: Faults, progress: _Progress
+) -> Iterator[Located]:
+    """Yield the records of all files in order."""
     for path in files:
-        for text in read_documents(path, Reading(args.json_key, args.skip_undecodable, args.format)):
-            batch.append(text)
-            characters += len(text)
-            if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
-                yield batch
-                batch, characters = [], 0
+        yield from read_records(path, reading_from_args(args), faults)
         progress.files += 1
+
+
+def _usable(results: Iterable[Encoded | Unusable], faults: Faults) -> Iterator[Encoded]:
+    """Yield what was encoded; the rest are faults."""
+    for result in results:
+        if isinstance(result, Unusable):
+            faults.add(result.place, result.what)
+        else:
+            yield result
+
+
+def _batches(records: Iterable[Located]) -> Iterator[list[Located]]:
+    """Yield records in order, in batches of about a megabyte."""
+    batch: list[Located] = []
+    characters = 0
+    for located in records:
+        batch.append(located)
+        characters += sum(map(len, texts_of(located.record)))
+        if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
     if batch:
         yield batch
 
 
-def _tokenized(batches: Iterable[list[str]], tokenizer: TextTokenizer, args: argparse.Namespace) -> Iterator[TokenIds]:
-    """Yield the token ids of each document, in order. At most a few batches are in memory at once."""
+def _encoded(
+    batches: Iterable[list[Located]], encoder: RecordEncoder, args: argparse.Namespace
+) -> Iterator[Encoded | Unusable]:
+    """Yield the tokens of each record, in order. At most a few batches are in memory at once."""
     if args.workers == 1:
         for batch in batches:
-            yield from _encode(tokenizer, batch)
+            yield from encoder.encode_all(batch)
         return
     # Spawned, since a forked copy of the tokenizers' thread pool may hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.workers, context, _start_worker, (args.tokenizer, args.eod_token)) as pool:
-        pending: deque[Future[list[TokenIds]]] = deque()
+    settings = (args.tokenizer, args.chat_template, args.append_eod, args.eod_token)
+    with ProcessPoolExecutor(args.workers, context, _start_worker, settings) as pool:
+        pending: deque[Future[_Result]] = deque()
         try:
             for batch in batches:
                 pending.append(pool.submit(_encode_in_worker, batch))
@@ -213,39 +224,16 @@ def _tokenized(batches: Iterable[list[str]], tokenizer: TextTokenizer, args: arg
             pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(tokenizer: str, eod_token: str | None) -> None:
-    """Load the tokenizer once in each worker."""
-    global _worker_tokenizer
-    _worker_tokenizer = load_tokenizer(tokenizer, eod_token)
+def _start_worker(*settings: object) -> None:
+    """Load tokenizer and template once in each worker."""
+    global _worker_encoder
+    _worker_encoder = record_encoder(*settings)  # type: ignore[arg-type]
 
 
-def _encode_in_worker(batch: list[str]) -> list[TokenIds]:
+def _encode_in_worker(batch: list[Located]) -> _Result:
     """Encode a batch in a worker."""
-    assert _worker_tokenizer is not None
-    return _encode(_worker_tokenizer, batch)
-
-
-def _encode(tokenizer: TextTokenizer, batch: list[str]) -> list[TokenIds]:
-    """Return the token ids of each text, int32."""
-    return [tokenizer.encode(text) for text in batch]
-
-
-@contextmanager
-def _complete_output(prefix: str) -> Iterator[str]:
-    """Yield a temporary prefix beside the output; rename its files when the block succeeds, else remove them."""
-    suffixes = (".bin", ".meta.json", ".idx")
-    temporary = f"{prefix}.tmp-{os.getpid()}"
-    try:
-        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        for suffix in suffixes:
-            os.replace(temporary + suffix, prefix + suffix)
-    except OSError as error:
-        raise ValueError(f"--output-prefix {prefix} cannot be written: {error}. Choose a writable place.") from error
-    finally:
-        for suffix in suffixes:
-            with suppress(OSError):
-                Path(temporary + suffix).unlink()
+    assert _worker_encoder is not None
+    return _worker_encoder.encode_all(batch)
 
 
 def _remove_stale_index_cache(prefix: str) -> int:

@@ -39,8 +39,8 @@ def encode_in_pieces(
     encode: Callable[[str], EncodedPiece],
     piece_characters: int = PIECE_CHARACTERS,
     overlap_characters: int = OVERLAP_CHARACTERS,
-) -> Ids:
-    """Return the ids of a text, int32 [n].
+) -> EncodedPiece:
+    """Return the tokens of a text, as if it were one piece.
 
     Args:
         text: the text.
@@ -49,17 +49,21 @@ def encode_in_pieces(
         overlap_characters: characters that a piece shares with the next. Where two pieces do not agree on them
             (megabytes without a word's end, for example), the text is encoded whole.
     """
-    kept: list[Ids] = []
+    ids: list[Ids] = []
+    spans: list[npt.NDArray[np.int64]] = []
     piece = encode(text[: piece_characters + overlap_characters])
-    used = 0
+    used = before = 0
     for start in range(piece_characters, len(text) - overlap_characters, piece_characters):
         following = encode(text[start : start + piece_characters + overlap_characters])
         seam = _seam(piece, following, piece_characters, overlap_characters)
         if seam is None:
-            return encode(text).ids
-        kept.append(piece.ids[used : seam[0]])
-        piece, used = following, seam[1]
-    return np.concatenate([*kept, piece.ids[used:]])
+            return encode(text)
+        ids.append(piece.ids[used : seam[0]])
+        spans.append(piece.spans[used : seam[0]] + before)
+        piece, used, before = following, seam[1], start
+    return EncodedPiece(
+        np.concatenate([*ids, piece.ids[used:]]), np.concatenate([*spans, piece.spans[used:] + before])
+    )
 
 
 def _seam(piece: EncodedPiece, following: EncodedPiece, shift: int, overlap: int) -> tuple[int, int] | None:

@@ -1,32 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds and reads the documents of text files, folders and JSON Lines files, for preparation."""
+"""Finds and reads the records of text files, folders, JSON Lines and Parquet files, for preparation."""
 
 import codecs
 import json
+from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_csbp.data.parquet import SUFFIXES as PARQUET_SUFFIXES
+from megatron_csbp.data.parquet import read_rows
+from megatron_csbp.data.records import KINDS, Document, Faults, Located, Record, RecordError, record_from
+
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
-FORMATS = ("auto", "text", "jsonl")
+FORMATS = ("auto", "text", "jsonl", "parquet")
 _SUFFIXES_NAMED = 5
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How files become documents.
+    """How files become records.
 
     Attributes:
-        json_key: key of the text in each JSON object.
-        skip_undecodable: leave out documents that are not UTF-8 text, instead of an error.
-        format: `text`: each file is one document; `jsonl`: each line is one; `auto`: by name and first line.
+        json_key: key of a document's text in a JSON object or a table.
+        format: `text`: each file is one document; `jsonl`: each line is a record; `parquet`: each row is one; `auto`:
+            by name and first line.
+        kind: what a record is; `auto`: by its keys.
     """
 
     json_key: str = "text"
-    skip_undecodable: bool = False
     format: str = "auto"
+    kind: str = "auto"
+
+
+def add_reading_arguments(parser: ArgumentParser) -> None:
+    """Add the flags that say what is read, and how."""
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="text, JSON Lines and Parquet files, and folders")
+    add("--glob", nargs="+", default=["*"], metavar="PATTERN", help="names of the files to take from folders")
+    add("--format", choices=FORMATS, default="auto", help="what the files are (default: by name and first line)")
+    add(
+        "--kind",
+        choices=KINDS,
+        default="auto",
+        help="what a line or row is: a document (text), prompt and completion "
+        "(pairs), or messages (chats; default: by its keys)",
+    )
+    add("--json-key", default="text", metavar="KEY", help="key of a document's text in a line or row (default: text)")
+    add(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="stop at a file, line or row that cannot be used, or leave it out and say how many were (default: stop)",
+    )
+
+
+def reading_from_args(args: Namespace) -> Reading:
+    """Return how files become records, by the flags of `add_reading_arguments`."""
+    return Reading(args.json_key, args.format, args.kind)
 
 
 def find_files(inputs: Sequence[str], patterns: Sequence[str]) -> list[Path]:
@@ -71,33 +105,55 @@ def _what_there_is(inputs: Sequence[str]) -> str:
     return f"It has {kinds}: for example --glob '*{endings.most_common(1)[0][0]}'."
 
 
-def read_documents(path: Path, reading: Reading) -> Iterator[str]:
-    """Yield the texts of a file's documents. A byte-order mark at its start is no text.
+def read_records(path: Path, reading: Reading, faults: Faults) -> Iterator[Located]:
+    """Yield a file's records. A byte-order mark at its start is no text.
 
     Args:
         path: the file.
         reading: how to read it.
+        faults: takes records that cannot be used.
 
     Yields:
-        Texts that UTF-8 can encode; one line of a JSON Lines file read at a time.
+        Records whose texts UTF-8 can encode; one line or a few rows in memory at a time, a text file whole.
 
     Raises:
-        ValueError: the file cannot be read or is of an unclear format, a document is not UTF-8, or a line is not a
-            JSON object with text under the key.
+        ValueError: the file cannot be read or is of an unclear format, or a record cannot be used and is not left
+            out.
     """
     try:
-        if _is_json_lines(path, reading):
+        kind = _format_of(path, reading)
+        if kind == "text":
+            yield from _located(str(path), lambda: Document(_decoded(path.read_bytes())), faults)
+        elif kind == "parquet":
+            for number, row in enumerate(read_rows(path), start=1):
+                make = partial(record_from, row, reading.kind, reading.json_key)
+                yield from _located(f"{path}, row {number}", make, faults)
+        else:
             with path.open("rb") as stream:
                 for number, line in enumerate(stream, start=1):
-                    text = _text_of(line, f"{path}, line {number},", reading)
-                    if text is not None:
-                        yield text
-        else:
-            text = _decoded(path.read_bytes(), str(path), reading)
-            if text is not None:
-                yield text
+                    yield from _located(f"{path}, line {number}", partial(_record_of_line, line, reading), faults)
     except OSError as error:
         raise ValueError(f"--input file {path} cannot be read: {error.strerror or error}.") from error
+
+
+def _located(place: str, make: Callable[[], Record | None], faults: Faults) -> Iterator[Located]:
+    """Yield the record that is made, if there is one and it can be used."""
+    try:
+        record = make()
+    except RecordError as error:
+        faults.add(place, str(error))
+        return
+    if record is not None:
+        yield Located(place, record)
+
+
+def _format_of(path: Path, reading: Reading) -> str:
+    """Return how a file is read: by the flag, its name and its first line."""
+    if reading.format != "auto":
+        return reading.format
+    if path.suffix.lower() in PARQUET_SUFFIXES:
+        return "parquet"
+    return "jsonl" if _is_json_lines(path, reading) else "text"
 
 
 def _is_json_lines(path: Path, reading: Reading) -> bool:
@@ -107,8 +163,6 @@ def _is_json_lines(path: Path, reading: Reading) -> bool:
         ValueError: the name says one thing and the first line another.
     """
     suffix = path.suffix.lower()
-    if reading.format != "auto":
-        return reading.format == "jsonl"
     if suffix in JSON_LINES_SUFFIXES:
         return True
     record = _first_record(path)
@@ -119,9 +173,10 @@ def _is_json_lines(path: Path, reading: Reading) -> bool:
                 "--glob, or take each file as it stands, syntax and all, with --format text."
             )
         return record is not None
-    if record is not None and reading.json_key in record:
+    known = [key for key in (reading.json_key, "messages", "prompt") if record is not None and key in record]
+    if known:
         raise ValueError(
-            f"--input file {path} begins with a JSON object that has the key {reading.json_key}, but is not named "
+            f"--input file {path} begins with a JSON object that has the key {known[0]}, but is not named "
             ".jsonl. Say what it is: --format jsonl, a document a line, or --format text, one document with the "
             "syntax in it."
         )
@@ -142,54 +197,24 @@ def _first_record(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _decoded(data: bytes, place: str, reading: Reading) -> str | None:
-    """Return bytes as text, or None where they are none and may be left out."""
+def _decoded(data: bytes) -> str:
+    """Return bytes as text."""
     try:
         return data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError as error:
-        if reading.skip_undecodable:
-            return None
-        raise ValueError(
-            f"--input file {place} is not UTF-8 text (byte {error.start}). Convert it, choose files with --glob, or "
-            "leave out what is not UTF-8 with --skip-undecodable."
+        raise RecordError(
+            f"is not UTF-8 text (byte {error.start}). Convert it, or choose files with --glob."
         ) from error
 
 
-def _text_of(line: bytes, place: str, reading: Reading) -> str | None:
-    """Return the text of one JSON line; None where it is empty, or is no text and may be left out."""
-    decoded = _decoded(line, place, reading)
-    if decoded is None or not decoded.strip():
+def _record_of_line(line: bytes, reading: Reading) -> Record | None:
+    """Return the record of one JSON line; None where it is empty."""
+    decoded = _decoded(line)
+    if not decoded.strip():
         return None
     try:
-        record = json.loads(decoded)
+        fields = json.loads(decoded)
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", None) or str(error)
-        raise ValueError(f"--input file {place} is not JSON ({reason}). Each line must be one JSON object.") from error
-    key = reading.json_key
-    if isinstance(record, dict) and key in record and not isinstance(record[key], str):
-        raise ValueError(
-            f"--json-key {key}: --input file {place} has {type(record[key]).__name__} under that key, and text is "
-            "needed."
-        )
-    if not isinstance(record, dict) or key not in record:
-        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise ValueError(
-            f"--json-key {key}: --input file {place} has no text under that key (it has: {keys}). Name the key that "
-            "holds the text, or take whole files as text with --format text."
-        )
-    text: str = record[key]
-    return _encodable(text, place, reading)
-
-
-def _encodable(text: str, place: str, reading: Reading) -> str | None:
-    r"""Return a text that UTF-8 can encode, or None where it cannot and may be left out (JSON allows "\ud800")."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        if reading.skip_undecodable:
-            return None
-        raise ValueError(
-            f"--input file {place} has half a surrogate pair, {text[error.start]!a}, at character {error.start} of "
-            "its text, which is no Unicode text. Mend the line, or leave it out with --skip-undecodable."
-        ) from error
-    return text
+        raise RecordError(f"is not JSON ({reason}). Each line must be one JSON object.") from error
+    return record_from(fields, reading.kind, reading.json_key)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face tokenizers for preparation: a name, a folder, or a tokenizer.json file."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,27 +22,51 @@ class TextTokenizer:
         backend: a `tokenizers.Tokenizer`, or a `transformers` tokenizer that is written in Python.
         vocab_size: largest id it can yield, added tokens too, plus 1 (ids may have gaps).
         eod_id: id of the end-of-document token, or None.
+        mask_id: id of the mask token that it names, or None.
+        hugging_face: makes the `transformers` tokenizer, which has the chat template.
     """
 
     name: str
     backend: Any
     vocab_size: int
     eod_id: int | None
+    mask_id: int | None = None
+    hugging_face: Callable[[], Any] | None = None
 
     def encode(self, text: str) -> Ids:
         """Return the token ids of a text, int32 [n]; of a long one in bounded memory."""
         if not hasattr(self.backend, "encode_batch_fast"):
             return np.array(self.backend.encode(text, add_special_tokens=False), dtype=np.int32)
         if len(text) > PIECE_CHARACTERS:
-            return encode_in_pieces(text, self._encode_piece)
+            return encode_in_pieces(text, self._encode_piece).ids
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int32)
+
+    def encode_with_spans(self, text: str) -> EncodedPiece:
+        """Return the tokens of a text and the characters that each stands for.
+
+        Raises:
+            ValueError: the tokenizer is one of those that do not say which.
+        """
+        if not hasattr(self.backend, "encode_batch_fast"):
+            raise ValueError(
+                f"--tokenizer {self.name} is written in Python and does not say which characters a token stands for, "
+                "so that answers cannot be marked. Use its fast version (a folder with tokenizer.json)."
+            )
+        if len(text) > PIECE_CHARACTERS:
+            return encode_in_pieces(text, self._encode_piece)
+        return self._encode_piece(text)
 
     def _encode_piece(self, text: str) -> EncodedPiece:
         """Return the ids of a piece of text and where they lie."""
         encoding = self.backend.encode(text, add_special_tokens=False)
         spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         return EncodedPiece(np.array(encoding.ids, dtype=np.int32), spans)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token, or None if it is not in the vocabulary."""
+        found: int | None = self.backend.get_vocab().get(token)
+        return found
 
     def require_eod_id(self) -> int:
         """Return the end-of-document id.
@@ -85,13 +111,19 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> TextTokenizer:
     vocabulary = tokenizer.get_vocab()
     eod_id = tokenizer.eos_token_id if eod_token is None else vocabulary.get(eod_token)
     _check_eod_token(name, eod_token, eod_id)
-    return TextTokenizer(name, backend, max(vocabulary.values(), default=-1) + 1, eod_id)
+    size = max(vocabulary.values(), default=-1) + 1
+    return TextTokenizer(name, backend, size, eod_id, tokenizer.mask_token_id, lambda: tokenizer)
 
 
 def _uncut(tokenizer: Any) -> Any:
-    """Return a `tokenizers.Tokenizer` that neither cuts nor pads, whatever its file says."""
+    """Return a `tokenizers.Tokenizer` that neither cuts nor pads, whatever its file says.
+
+    Nor does it process what it made: that adds special tokens, which are not asked for, and takes blanks out of the
+    characters that a token stands for.
+    """
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    tokenizer.post_processor = None
     return tokenizer
 
 
@@ -109,7 +141,14 @@ def _from_json_file(name: str, eod_token: str | None) -> TextTokenizer:
     eod_id = None if eod_token is None else tokenizer.token_to_id(eod_token)
     _check_eod_token(name, eod_token, eod_id)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    return TextTokenizer(name, tokenizer, vocab_size, eod_id)
+
+    def hugging_face() -> Any:
+        # Imported late: it takes seconds, and only chats need it.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+    return TextTokenizer(name, tokenizer, vocab_size, eod_id, hugging_face=functools.cache(hugging_face))
 
 
 def _check_eod_token(name: str, eod_token: str | None, eod_id: int | None) -> None:

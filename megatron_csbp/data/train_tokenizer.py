@@ -13,8 +13,10 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_csbp.data.chat_templates import CHATML, CHATML_TEMPLATE, CHATML_TOKENS
+from megatron_csbp.data.records import Faults, texts_of
 from megatron_csbp.data.text_pieces import PIECE_CHARACTERS
-from megatron_csbp.data.text_sources import FORMATS, Reading, find_files, read_documents
+from megatron_csbp.data.text_sources import add_reading_arguments, find_files, read_records, reading_from_args
 
 END_TOKEN = "<|endoftext|>"
 MASK_TOKEN = "<|mask|>"
@@ -27,16 +29,17 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m megatron_csbp.data.train_tokenizer",
         description="Train a byte-level BPE with an end-of-document and a mask token.",
     )
+    add_reading_arguments(parser)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="text files, JSONL files, folders")
     add("--vocab-size", type=int, required=True, metavar="V", help="tokens, the two special ones included")
     add("--output", required=True, metavar="FOLDER", help="folder of the tokenizer, which is made")
-    add("--glob", nargs="+", default=["*"], metavar="PATTERN", help="names of the files to take from folders")
-    add("--format", choices=FORMATS, default="auto", help="a document a file, or a line? (default: by name)")
-    add("--json-key", default="text", help="key of the text in JSONL files (default: text)")
-    add("--skip-undecodable", action="store_true", help="leave out files and JSONL lines that are not UTF-8")
     add("--end-token", default=END_TOKEN, help=f"end of a document (default: {END_TOKEN})")
     add("--mask-token", default=MASK_TOKEN, help=f"stands for a corrupted token (default: {MASK_TOKEN})")
+    add(
+        "--chat-template",
+        choices=[CHATML],
+        help=f"also give it this template for chats, and the tokens {' and '.join(CHATML_TOKENS)}",
+    )
     return parser
 
 
@@ -45,16 +48,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         files = find_files(args.input, args.glob)
-        reading = Reading(args.json_key, args.skip_undecodable, args.format)
-        texts = (text for path in files for text in read_documents(path, reading))
-        size, mask_id = train_tokenizer(texts, Path(args.output), args.vocab_size, args.end_token, args.mask_token)
+        faults = Faults(skips=args.on_error == "skip")
+        reading = reading_from_args(args)
+        records = (located.record for path in files for located in read_records(path, reading, faults))
+        texts = (text for record in records for text in texts_of(record))
+        size, mask_id = train_tokenizer(
+            texts, Path(args.output), args.vocab_size, args.end_token, args.mask_token, args.chat_template is not None
+        )
     except ValueError as error:
         print(f"train_tokenizer: error: {error}", file=sys.stderr)
         return 2
     note = "" if size == args.vocab_size else f" (the text is too short for --vocab-size {args.vocab_size})"
     print(
-        f"train_tokenizer: wrote {args.output}: {size} tokens{note}, the mask {args.mask_token} among them. Train "
-        f"with --tokenizer-type HuggingFaceTokenizer --tokenizer-model {args.output} --mask-token-id {mask_id}",
+        f"train_tokenizer: wrote {args.output}: {size} tokens{note}, the mask {args.mask_token} ({mask_id}) among "
+        f"them. Train with --tokenizer-type HuggingFaceTokenizer --tokenizer-model {args.output}"
+        + "".join(f"; {line}" for line in faults.lines()),
         file=sys.stderr,
     )
     return 0
@@ -66,6 +74,7 @@ def train_tokenizer(
     vocab_size: int,
     end_token: str = END_TOKEN,
     mask_token: str = MASK_TOKEN,
+    for_chats: bool = False,
 ) -> tuple[int, int]:
     """Train a tokenizer and save it.
 
@@ -75,6 +84,7 @@ def train_tokenizer(
         vocab_size: tokens, the special ones included.
         end_token: ends a document.
         mask_token: stands for a corrupted token; no document may hold it.
+        for_chats: whether it gets ChatML's template and tokens.
 
     Returns:
         Number of tokens, which is smaller than `vocab_size` if the text is short; id of the mask.
@@ -85,9 +95,11 @@ def train_tokenizer(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size < _BYTES + 2:
+    special = [end_token, mask_token, *(CHATML_TOKENS if for_chats else ())]
+    if vocab_size < _BYTES + len(special):
         raise ValueError(
-            f"--vocab-size {vocab_size} must be at least {_BYTES + 2}: all bytes and two special tokens. Use 32768."
+            f"--vocab-size {vocab_size} must be at least {_BYTES + len(special)}: all bytes and {len(special)} "
+            "special tokens. Use 32768."
         )
     if not end_token or not mask_token or end_token == mask_token:
         raise ValueError(
@@ -99,12 +111,14 @@ def train_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[end_token, mask_token],
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_pieces(texts, mask_token), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end_token, mask_token=mask_token)
+    if for_chats:
+        fast.chat_template = CHATML_TEMPLATE
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fast.save_pretrained(str(folder))

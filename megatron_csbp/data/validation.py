@@ -21,6 +21,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_csbp.data.index_cache import check_index_cache
 from megatron_csbp.data.indexed_files import IndexedFiles, open_indexed_files
+from megatron_csbp.data.mask_token import check_mask_token_in_data, check_mask_token_in_mock_data
 from megatron_csbp.data.packed_dataset import LOSS_SUFFIX, check_document_lengths, check_loss_marks
 
 SCANNED_TOKENS = 1 << 24
@@ -31,7 +32,7 @@ LEAST_SCANNED_TOKENS = 1 << 16
 Blend = tuple[list[str], list[float] | None]
 
 
-def validate_data_files(args: Any) -> None:
+def validate_data_files(args: Any, tokenizer: Any = None, mask_advice: str = "an id that no text yields") -> None:
     """Check that every data path that the flags name can be trained on.
 
     Both files exist and have the size that the index promises; every split gets documents; token ids are in the padded
@@ -41,6 +42,8 @@ def validate_data_files(args: Any) -> None:
     Args:
         args: Megatron's validated arguments, with `clean_seq_length` and, for the vocabulary check,
             `padded_vocab_size`.
+        tokenizer: Megatron's, of which mock data are made.
+        mask_advice: how to get a mask token that the training data do not hold.
 
     Raises:
         ValueError: a rule is broken; names the flag, the value, the rule and what works.
@@ -50,11 +53,15 @@ def validate_data_files(args: Any) -> None:
     if args.mock_data:
         if has_data:
             raise ValueError("--mock-data excludes data paths. Leave out --mock-data, or the data paths.")
+        if not args.skip_train and tokenizer is not None:
+            check_mask_token_in_mock_data(tokenizer, args.mask_token_id, mask_advice)
         return
     if not has_data:
         raise ValueError("no training data: give --data-path PREFIX (without .bin or .idx), or --mock-data.")
     if blend is not None:
-        _check_shared_blend(blend, "--data-path" if args.data_args_path is None else "--data-args-path", args)
+        flag = "--data-path" if args.data_args_path is None else "--data-args-path"
+        _check_shared_blend(blend, flag, args)
+        _check_mask_token(blend, flag, args, mask_advice)
         _check_validation_set(None, args)
         return
     assert blend_per_split is not None
@@ -65,6 +72,8 @@ def validate_data_files(args: Any) -> None:
             )
             for files in _open_all(split_blend, flag, args):
                 _check_samples(files, flag, split, files.num_tokens, split_blend, args)
+            if split is Split.train:
+                _check_mask_token(split_blend, flag, args, mask_advice)
     _check_validation_set(blend_per_split, args)
 
 
@@ -168,6 +177,16 @@ def _check_packed(files: IndexedFiles, flag: str, args: Any) -> None:
     if Path(f"{files.prefix}{LOSS_SUFFIX}.idx").exists():
         marks = open_indexed_files(f"{files.prefix}{LOSS_SUFFIX}", flag)
         check_loss_marks(marks.sequence_lengths, files.sequence_lengths, str(files.prefix))
+
+
+def _check_mask_token(blend: Blend, flag: str, args: Any, advice: str) -> None:
+    """Check that the mask token is not in the training data."""
+    if args.skip_train:
+        return
+    for prefix in blend[0]:
+        if not is_object_storage_path(prefix):
+            files = open_indexed_files(prefix, flag)
+            check_mask_token_in_data(files, f"{flag} {prefix}", args.mask_token_id, advice)
 
 
 def _check_vocabulary(files: IndexedFiles, flag: str, padded_vocab_size: int, most_tokens: int) -> None:

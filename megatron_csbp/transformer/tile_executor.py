@@ -113,18 +113,17 @@ class TileExecutor:
             local: this rank's keys and values.
             merged: results to write, in the accumulation dtype; what they held is overwritten.
         """
-        at_once = isinstance(self.kernel, LocalKernel)
+        one_by_one = plan.local_tiles
         if isinstance(self.kernel, LocalKernel):
             with annotate("forward", "local tiles"):
                 out_SBND, lse_SBN = self.kernel.forward_local(query_SBND, *local, plan=plan, scale=self.scale)
             merged.out.copy_(out_SBND)
             merged.lse.copy_(lse_SBN)
+            one_by_one = ()
         for start, stop in plan.unwritten:
             merged.out[start:stop].zero_()
             merged.lse[start:stop].fill_(-torch.inf)
-        if at_once:
-            return
-        for tile in plan.local_tiles:
+        for tile in one_by_one:
             self.forward(tile, query_SBND, local, merged)
 
     def backward_local(

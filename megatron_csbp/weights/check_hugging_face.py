@@ -78,7 +78,7 @@ def _tensors(source: Source, parts: list[Piece], prefix: str) -> dict[str, Tenso
     tensors: dict[str, Tensor] = {}
     experts: dict[str, list[Tensor]] = defaultdict(list)
     for piece in parts:
-        read = [source.tensors.read(name).float() for name in piece.names]
+        read = [source.tensors.read(name).float() for name in piece.names]  # all rows, whichever are in the piece
         if piece.rule.in_transformers is not None:
             experts[piece.rule.in_transformers].append(piece.rule.layout.pack(read, source.shape))
             continue

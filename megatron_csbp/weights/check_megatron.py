@@ -3,13 +3,14 @@
 
 The model is built from flags as in a training run, and says itself under which keys it looks for its parameters.
 
-Shapes: B prompts, S tokens, H hidden, V vocabulary.
+Shapes: B prompts, S tokens, R rows, H hidden, V vocabulary.
 """
 
 import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from megatron_csbp.one_process import be_the_only_rank
 from megatron_csbp.weights.check_hugging_face import Computed
 from megatron_csbp.weights.model_flags import flags_of_arguments, yaml_text
 from megatron_csbp.weights.torch_dist_reader import TorchDistCheckpoint
+
+_CLEAN_IS_AUTOREGRESSIVE = "--diffusion-block-size 1 --mask-token-id 0 --clean-attention token-causal"
 
 
 def megatron_logits(path: Path, arguments: Mapping[str, Any], tokens_BS: Tensor) -> Computed:
@@ -41,7 +44,7 @@ def megatron_logits(path: Path, arguments: Mapping[str, Any], tokens_BS: Tensor)
         )
     arguments = {name: value for name, value in arguments.items() if name != "query_scale_beta"}
     with contextlib.redirect_stdout(sys.stderr):
-        model = _build(arguments, tokens_BS.shape[1])
+        model, rows = _build(arguments, tokens_BS.shape[1])
     weights = TorchDistCheckpoint(path)
     entries = model.sharded_state_dict()
     parameters = dict(model.named_parameters())
@@ -55,36 +58,64 @@ def megatron_logits(path: Path, arguments: Mapping[str, Any], tokens_BS: Tensor)
     for name, parameter in parameters.items():
         if name not in in_layers:
             parameter.data = _read(entries[name], weights)
-    length = tokens_BS.shape[1]
-    mask = torch.ones(1, 1, length, length).tril() < 0.5
-    positions_BS = torch.arange(length).expand(tokens_BS.shape)
     with torch.no_grad():
-        return Computed(model(tokens_BS, positions_BS, mask).float(), hidden)
+        logits_BRV = model(tokens_BS[:, rows.positions_R], rows.positions_R.expand(len(tokens_BS), -1), rows.mask)
+    clean = {number: hidden_BRH[:, rows.clean_R] for number, hidden_BRH in hidden.items()}
+    return Computed(logits_BRV[:, rows.clean_R].float(), clean)
 
 
-def _build(arguments: Mapping[str, Any], length: int) -> Any:
-    """Build the model without weights: memory that nobody touches is not taken."""
+@dataclass(frozen=True)
+class _Rows:
+    """What the rows of the model are.
+
+    Attributes:
+        positions_R: position of each.
+        clean_R: bool; the rows that are an autoregressive model's.
+        mask: of the attention; None if the layers know it themselves.
+    """
+
+    positions_R: Tensor
+    clean_R: Tensor
+    mask: Tensor | None
+
+
+def _build(arguments: Mapping[str, Any], length: int) -> tuple[Any, _Rows]:
+    """Build the model without weights: memory that nobody touches is not taken.
+
+    Megatron's own gated delta nets need Transformer Engine and a GPU. So such a model is built with this package's, as
+    for block diffusion with clean rows that see only earlier ones: these are the autoregressive model's.
+    """
     runtime = cpu_runtime.install("cpu")
-    with _as_command_line(arguments, length):
+    has_delta_nets = arguments.get("experimental_attention_variant") is not None
+    with _as_command_line(arguments, length, _CLEAN_IS_AUTOREGRESSIVE if has_delta_nets else ""):
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.training.argument_utils import gpt_config_from_args
 
         from megatron_csbp import megatron_compat, megatron_loading, training_setup
+        from megatron_csbp.arguments import static_plans
 
         megatron_compat.ensure_dataset_helpers()
-        config = gpt_config_from_args(training_setup.parse_and_validate_args(runtime))
+        args = training_setup.parse_and_validate_args(runtime)
+        if has_delta_nets:
+            held = static_plans(args, rank=0).rows
+            rows = _Rows(torch.from_numpy(held.positions), torch.from_numpy(~held.is_corrupted), None)
+            config = training_setup.model_config_from_args(args)
+        else:
+            mask = torch.ones(1, 1, length, length).tril() < 0.5
+            rows = _Rows(torch.arange(length), torch.ones(length, dtype=torch.bool), mask)
+            config = gpt_config_from_args(args)
         megatron_loading.initialize_megatron()
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        return config.get_builder_cls()(config).build_model(groups).eval()
+        return config.get_builder_cls()(config).build_model(groups).eval(), rows
 
 
 @contextlib.contextmanager
-def _as_command_line(arguments: Mapping[str, Any], length: int) -> Iterator[None]:
+def _as_command_line(arguments: Mapping[str, Any], length: int, more: str) -> Iterator[None]:
     """Make the arguments this process's command line, and the process a job of one rank."""
     run = (
         f"--seq-length {length} --tokenizer-type NullTokenizer --vocab-size {arguments['padded_vocab_size'] - 1} "
         "--no-initialization --mock-data --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1 "
-        "--eval-iters 0 --eval-interval 1 --transformer-impl local"
+        f"--eval-iters 0 --eval-interval 1 --transformer-impl local {more}"
     )
     before = sys.argv
     with tempfile.TemporaryDirectory() as folder:

@@ -14,11 +14,11 @@ from megatron_csbp.weights.layouts import Shape
 from megatron_csbp.weights.model_arguments import arguments_from_config, config_from_arguments
 from megatron_csbp.weights.model_shape import ModelShape, shape_from_arguments
 from megatron_csbp.weights.released_memory import released_memory
-from megatron_csbp.weights.rotary_arguments import arguments_of_rope
-from megatron_csbp.weights.rules import Piece, pieces
+from megatron_csbp.weights.rotary_arguments import OF_PICTURES, arguments_of_rope, rope_entries
+from megatron_csbp.weights.rules import PartOfPiece, Piece, pieces
 from megatron_csbp.weights.safetensors_reader import INDEX
 from megatron_csbp.weights.safetensors_writer import SafetensorsWriter
-from megatron_csbp.weights.side_files import copy_side_files, read_config
+from megatron_csbp.weights.side_files import copy_side_files, read_config, write_config
 from megatron_csbp.weights.torch_dist_reader import TorchDistCheckpoint
 from megatron_csbp.weights.trained_checkpoint import TrainedCheckpoint, open_checkpoint, original_model
 from megatron_csbp.weights.whole_folder import whole_folder
@@ -62,7 +62,9 @@ def export_weights(
     """
     checkpoint = open_checkpoint(load, iteration)
     like = _template(checkpoint, like)
-    config = read_config(like, "--like")
+    whole_config = read_config(like, "--like")
+    family = family_of(whole_config, f"--like {like}")
+    config = family.of_text_alone(whole_config)
     family = family_of(config, f"--like {like}")
     changed = changed_config(family, config, vars(checkpoint.arguments), f"--load {load}", f"--like {like}")
     shape = shape_from_arguments(vars(checkpoint.arguments), config["vocab_size"])
@@ -70,26 +72,27 @@ def export_weights(
     parts = list(located(pieces(family.rules, family.body, shape), weights))
     check_pieces(parts, weights, f"--load {load}", f"the table of {family.model_type} and the run's arguments")
     tensors = {
-        name: (size, dtype or weights.tensors[piece.keys[0]][1])
-        for piece in parts
-        for name, size in zip(piece.names, piece.part_shapes, strict=True)
+        part.name: (part.whole, dtype or weights.tensors[piece.keys[0]][1]) for piece in parts for part in piece.parts
     }
     widest = max((kind for _, kind in tensors.values()), key=lambda kind: kind.itemsize)
     with whole_folder(to, "--to") as folder:
         copy_side_files(like, folder)
         (folder / INDEX).unlink(missing_ok=True)
-        _update_config(folder / "config.json", changed, widest)
+        _update_config(folder, config, changed, widest)
         with SafetensorsWriter(folder, tensors, _files_of(like)) as writer, released_memory() as done:
             for piece in parts:
-                for name, tensor in unpacked(piece, weights, shape):
-                    writer.write(name, tensor.to(tensors[name][1]))
+                for part, tensor in unpacked(piece, weights, shape):
+                    first_row = None if part.shape == part.whole else part.first_row
+                    writer.write(part.name, tensor.to(tensors[part.name][1]), first_row)
                     done(tensor.nbytes)
                     del tensor
+    alone = [f"the text model alone, as {family.model_type}"] if config != whole_config else []
     said = [f"config.json: {key} is {value!r}, as it was trained" for key, value in changed.items()]
     return [
         f"exported {len(tensors)} tensors of {family.model_type} ({_DTYPE_NAMES.get(widest, widest)}), iteration "
         f"{checkpoint.iteration}, into {to}",
         f"config and tokenizer from {like}",
+        *alone,
         *said,
     ]
 
@@ -109,6 +112,7 @@ def changed_config(
     saved = dict(arguments) if arguments.get("group_query_attention") else {**arguments, **heads}
     trained = config_from_arguments(family.config, saved, config["vocab_size"])
     expected = arguments_from_config(family.config, dict(config), 1)
+    config = family.config.completed(dict(config))
     before, after = arguments_of_rope(config), arguments_of_rope(trained)
     free = {*_FREE, *before, *after} | ({"untie_embeddings_and_output_weights"} if family.head_is_its_own else set())
     movable = {setting.argument: setting.config for setting in family.config.settings if setting.may_change}
@@ -126,7 +130,8 @@ def changed_config(
         raise ValueError(f"{load} is not a model like {like}: {'; '.join(wrong)}.")
     changed = {movable[name]: saved[name] for name in differing}
     # Compared as Megatron sees them, since config.json can say the same in several ways.
-    return changed | ({"rope_parameters": trained["rope_parameters"]} if before != after else {})
+    kept = {name: value for name, value in rope_entries(config).items() if name in OF_PICTURES}
+    return changed | ({"rope_parameters": trained["rope_parameters"] | kept} if before != after else {})
 
 
 def located(parts: Iterator[Piece], weights: TorchDistCheckpoint) -> Iterator[Piece]:
@@ -152,11 +157,13 @@ def check_pieces(parts: list[Piece], weights: TorchDistCheckpoint, where: str, w
     check_tensors(expected, found, where, why)
 
 
-def unpacked(piece: Piece, weights: TorchDistCheckpoint, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read a piece and yield Hugging Face's tensors in it."""
+def unpacked(
+    piece: Piece, weights: TorchDistCheckpoint, shape: ModelShape
+) -> Iterator[tuple[PartOfPiece, torch.Tensor]]:
+    """Read a piece and yield the rows of Hugging Face's tensors in it."""
     packed = weights.read(piece.keys[0], piece.offset, piece.shape)
     packed = packed.reshape(piece.rule.layout.packed_shape(piece.part_shapes, shape))
-    yield from zip(piece.names, piece.rule.layout.unpack(packed, piece.part_shapes, shape), strict=True)
+    yield from zip(piece.parts, piece.rule.layout.unpack(packed, piece.part_shapes, shape), strict=True)
 
 
 def _all_keys(piece: Piece) -> Iterator[str]:
@@ -186,9 +193,17 @@ def _files_of(like: Path) -> dict[str, str] | None:
     return files
 
 
-def _update_config(path: Path, changed: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Write into config.json what training changed; leave the file alone if that is nothing."""
-    config = json.loads(path.read_text())
+def _update_config(folder: Path, config: Mapping[str, Any], changed: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Write config.json as it is to be, with what training changed; leave the file alone if it is so already.
+
+    Args:
+        folder: with the file of the model that the export is like.
+        config: of the text model in it.
+        changed: by training.
+        dtype: of the weights.
+    """
+    is_whole = config != read_config(folder, "--to")
+    config = dict(config)
     key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
     new = dict(changed)
     if key in config and config[key] != _DTYPE_NAMES.get(dtype, config[key]):
@@ -196,5 +211,5 @@ def _update_config(path: Path, changed: Mapping[str, Any], dtype: torch.dtype) -
     if "rope_parameters" in new and "rope_parameters" not in config:  # a file of transformers 4
         config.pop("rope_scaling", None)
         config.pop("rope_theta", None)
-    if new:
-        path.write_text(json.dumps(config | new, indent=2, sort_keys=True) + "\n")
+    if new or is_whole:
+        write_config(folder, config | new)

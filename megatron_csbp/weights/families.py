@@ -1,111 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model families: for each, one table of tensors and one of settings, used in both directions.
 
-To add a family, write its tables here and list it in `FAMILIES`; a layer of another kind (a linear attention, say) is
-a `kind` of its own in `ModelShape.layer_kinds`, and another way to keep tensors a layout in :mod:`layouts`.
+To add a family, put it together here and list it in `FAMILIES`; tensors that no other family has go into
+`tensor_tables`. A layer of another kind is a `kind` of its own in `ModelShape.layer_kinds`, and another way to
+keep tensors a layout in `layouts`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from megatron_csbp.weights.layouts import GROUPED_QKV, STACKED, VOCABULARY
-from megatron_csbp.weights.model_arguments import ConfigTable, Setting
-from megatron_csbp.weights.model_shape import DENSE, EXPERTS
-from megatron_csbp.weights.rules import Part, Scope, StateRule, TensorRule
-
-_LAYER = "{body}layers.{layer}."
-_EXPERT = "{body}layers.{layer}.mlp.experts.{expert}."
-
-
-def _ends(head: str) -> tuple[TensorRule, ...]:
-    """Return the tensors before and after the layers; `head` is the output layer's name."""
-    return (
-        TensorRule(
-            "embedding.word_embeddings.weight",
-            (Part("{body}embed_tokens.weight", "vocab hidden"),),
-            VOCABULARY,
-            Scope.MODEL,
-        ),
-        TensorRule("decoder.final_layernorm.weight", (Part("{body}norm.weight", "hidden"),), scope=Scope.MODEL),
-        TensorRule("output_layer.weight", (Part(head, "vocab hidden"),), VOCABULARY, Scope.MODEL, untied_only=True),
-    )
-
-
-_ATTENTION = (
-    TensorRule("self_attention.linear_qkv.layer_norm_weight", (Part(_LAYER + "input_layernorm.weight", "hidden"),)),
-    TensorRule(
-        "self_attention.linear_qkv.weight",
-        (
-            Part(_LAYER + "self_attn.q_proj.weight", "queries hidden"),
-            Part(_LAYER + "self_attn.k_proj.weight", "keys hidden"),
-            Part(_LAYER + "self_attn.v_proj.weight", "keys hidden"),
-        ),
-        GROUPED_QKV,
-    ),
-    TensorRule("self_attention.linear_proj.weight", (Part(_LAYER + "self_attn.o_proj.weight", "hidden queries"),)),
-)
-_QK_NORMS = (
-    TensorRule("self_attention.q_layernorm.weight", (Part(_LAYER + "self_attn.q_norm.weight", "head"),)),
-    TensorRule("self_attention.k_layernorm.weight", (Part(_LAYER + "self_attn.k_norm.weight", "head"),)),
-)
-_DENSE_MLP = (
-    TensorRule(
-        "mlp.linear_fc1.layer_norm_weight",
-        (Part(_LAYER + "post_attention_layernorm.weight", "hidden"),),
-        kind=DENSE,
-    ),
-    TensorRule(
-        "mlp.linear_fc1.weight",
-        (
-            Part(_LAYER + "mlp.gate_proj.weight", "ffn hidden"),
-            Part(_LAYER + "mlp.up_proj.weight", "ffn hidden"),
-        ),
-        STACKED,
-        kind=DENSE,
-    ),
-    TensorRule("mlp.linear_fc2.weight", (Part(_LAYER + "mlp.down_proj.weight", "hidden ffn"),), kind=DENSE),
-)
-_EXPERT_MLP = (
-    TensorRule(
-        # The first key is that of local layers, the second that of Transformer Engine's.
-        "mlp.linear_fc1.layer_norm_weight",
-        (Part(_LAYER + "post_attention_layernorm.weight", "hidden"),),
-        kind=EXPERTS,
-        also=("pre_mlp_layernorm.weight",),
-    ),
-    TensorRule("mlp.router.weight", (Part(_LAYER + "mlp.gate.weight", "experts hidden"),), kind=EXPERTS),
-    TensorRule(
-        "mlp.experts.experts.linear_fc1.weight",
-        (
-            Part(_EXPERT + "gate_proj.weight", "expert_ffn hidden"),
-            Part(_EXPERT + "up_proj.weight", "expert_ffn hidden"),
-        ),
-        STACKED,
-        Scope.EXPERT,
-        EXPERTS,
-        in_transformers="mlp.experts.gate_up_proj",
-    ),
-    TensorRule(
-        "mlp.experts.experts.linear_fc2.weight",
-        (Part(_EXPERT + "down_proj.weight", "hidden expert_ffn"),),
-        scope=Scope.EXPERT,
-        kind=EXPERTS,
-        in_transformers="mlp.experts.down_proj",
-    ),
-)
-
-# What the layers of either spec ask for: local ones and Transformer Engine's.
-_STATES = (
-    StateRule("decoder.final_layernorm", Scope.MODEL),
-    StateRule("self_attention.linear_qkv"),
-    StateRule("self_attention.linear_proj"),
-    StateRule("mlp.linear_fc1", kind=DENSE),
-    StateRule("mlp.linear_fc2", kind=DENSE),
-)
-_QK_NORM_STATES = (StateRule("self_attention.q_layernorm"), StateRule("self_attention.k_layernorm"))
-_EXPERT_STATES = (
-    StateRule("pre_mlp_layernorm", kind=EXPERTS),
-    StateRule("mlp.experts.experts.linear_fc1", Scope.EXPERT, EXPERTS),
-    StateRule("mlp.experts.experts.linear_fc2", Scope.EXPERT, EXPERTS),
+from megatron_csbp.weights.model_arguments import Config, ConfigTable, Setting
+from megatron_csbp.weights.rules import StateRule, TensorRule
+from megatron_csbp.weights.tensor_tables import (
+    ATTENTION,
+    DELTA_NET_STATES,
+    DELTA_NETS,
+    DENSE_MLP,
+    EXPERT_MLP,
+    EXPERT_STATES,
+    GATED_ATTENTION,
+    QK_NORM_STATES,
+    QK_NORMS,
+    STATES,
+    ends,
 )
 
 _DECODER = (
@@ -153,6 +70,9 @@ class Family:
         head: name of the output layer's tensor.
         head_is_its_own: a model that has an output layer uses it, whatever config.json says of tying.
         objective: that of a model which was trained as a diffusion model, with the block size of its config.json.
+        text_config: key of config.json that holds the settings of the text model, where it is part of a larger one.
+        left_out: beginnings of the names of tensors that are not imported, and what they are.
+        text_type: model type of the text model by itself, which is what an export of a part of a larger one is.
     """
 
     model_type: str
@@ -168,6 +88,31 @@ class Family:
     transformers_head: str = "lm_head.weight"
     head_is_its_own: bool = False
     objective: str | None = None
+    text_config: str | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    text_type: str | None = None
+
+    def of_text_alone(self, config: Config) -> Config:
+        """Return the config.json of the text model, which may be part of a larger one.
+
+        Args:
+            config: contents of config.json.
+
+        Raises:
+            ValueError: it has no settings of the text model.
+        """
+        if self.text_config is None:
+            return config
+        text = config.get(self.text_config)
+        if not isinstance(text, dict):
+            raise ValueError(
+                f"config.json of a {self.model_type} has no {self.text_config}, the text model's settings."
+            )
+        return {"tie_word_embeddings": config.get("tie_word_embeddings", False)} | text | self._named()
+
+    def _named(self) -> Config:
+        assert self.text_type is not None
+        return {"model_type": self.text_type, "architectures": [FAMILIES[self.text_type].architecture]}
 
 
 QWEN3 = Family(
@@ -175,8 +120,8 @@ QWEN3 = Family(
     models="Qwen3 0.6B to 32B",
     architecture="Qwen3ForCausalLM",
     body="model.",
-    rules=(*_ends("lm_head.weight"), *_ATTENTION, *_QK_NORMS, *_DENSE_MLP),
-    states=(*_STATES, *_QK_NORM_STATES),
+    rules=(*ends("lm_head.weight"), *ATTENTION, *QK_NORMS, *DENSE_MLP),
+    states=(*STATES, *QK_NORM_STATES),
     config=ConfigTable(_DECODER, _QWEN3_FIXED, _QWEN3_REQUIRED),
     transformers_type="qwen3",
 )
@@ -186,8 +131,8 @@ QWEN3_MOE = Family(
     models="Qwen3 with experts",
     architecture="Qwen3MoeForCausalLM",
     body="model.",
-    rules=(*_ends("lm_head.weight"), *_ATTENTION, *_QK_NORMS, *_DENSE_MLP, *_EXPERT_MLP),
-    states=(*_STATES, *_QK_NORM_STATES, *_EXPERT_STATES),
+    rules=(*ends("lm_head.weight"), *ATTENTION, *QK_NORMS, *DENSE_MLP, *EXPERT_MLP),
+    states=(*STATES, *QK_NORM_STATES, *EXPERT_STATES),
     config=ConfigTable(
         (
             *_DECODER,
@@ -207,8 +152,8 @@ MINISTRAL3 = Family(
     models="Ministral 3 (text)",
     architecture="Ministral3ForCausalLM",
     body="model.",
-    rules=(*_ends("lm_head.weight"), *_ATTENTION, *_DENSE_MLP),
-    states=_STATES,
+    rules=(*ends("lm_head.weight"), *ATTENTION, *DENSE_MLP),
+    states=STATES,
     config=ConfigTable(_DECODER, _FIXED, {"hidden_act": "silu", "sliding_window": None, "attention_dropout": 0.0}),
     transformers_type="ministral3",
 )
@@ -218,8 +163,8 @@ NEMOTRON_LABS_DIFFUSION = Family(
     models="Nemotron-Labs-Diffusion 3B, 8B, 14B",
     architecture="NemotronLabsDiffusionModel",
     body="encoder.",
-    rules=(*_ends("diffusion_head.weight"), *_ATTENTION, *_DENSE_MLP),
-    states=_STATES,
+    rules=(*ends("diffusion_head.weight"), *ATTENTION, *DENSE_MLP),
+    states=STATES,
     config=MINISTRAL3.config,
     transformers_type="ministral3",
     head="diffusion_head.weight",
@@ -227,7 +172,55 @@ NEMOTRON_LABS_DIFFUSION = Family(
     objective="nemotron",
 )
 
-FAMILIES = {family.model_type: family for family in (QWEN3, QWEN3_MOE, MINISTRAL3, NEMOTRON_LABS_DIFFUSION)}
+_MULTI_TOKEN = {"mtp.": "multi-token prediction"}
+
+QWEN3_5_TEXT = Family(
+    model_type="qwen3_5_text",
+    models="the text part of Qwen3.5 and Qwen3.8 27B",
+    architecture="Qwen3_5ForCausalLM",
+    body="model.",
+    rules=(*ends("lm_head.weight"), *GATED_ATTENTION, *QK_NORMS, *DELTA_NETS, *DENSE_MLP),
+    states=(*STATES, *QK_NORM_STATES, *DELTA_NET_STATES),
+    config=ConfigTable(
+        (
+            *_DECODER,
+            Setting("linear_num_key_heads", "linear_num_key_heads"),
+            Setting("linear_num_value_heads", "linear_num_value_heads"),
+            Setting("linear_key_head_dim", "linear_key_head_dim"),
+            Setting("linear_value_head_dim", "linear_value_head_dim"),
+            Setting("linear_conv_kernel_dim", "linear_conv_kernel_dim", default=4),
+        ),
+        _QWEN3_FIXED
+        | {
+            "attention_output_gate": True,
+            "apply_layernorm_1p": True,
+            "experimental_attention_variant": "gated_delta_net",
+        },
+        # Swish is another name of SiLU; the models that gate by a sigmoid are of another type.
+        {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True}
+        | {"output_gate_type": ("swish", "silu")},
+        has_delta_nets=True,
+        defaults={"partial_rotary_factor": 0.25},
+    ),
+    transformers_type="qwen3_5_text",
+    left_out=_MULTI_TOKEN,
+)
+
+QWEN3_5 = replace(
+    QWEN3_5_TEXT,
+    model_type="qwen3_5",
+    models="Qwen3.5 and Qwen3.8 27B",
+    architecture="Qwen3_5ForConditionalGeneration",
+    body="model.language_model.",
+    text_config="text_config",
+    left_out=_MULTI_TOKEN | {"model.visual.": "the vision encoder"},
+    text_type="qwen3_5_text",
+)
+
+FAMILIES = {
+    family.model_type: family
+    for family in (QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_TEXT, MINISTRAL3, NEMOTRON_LABS_DIFFUSION)
+}
 
 
 def family_of(config: dict[str, object], where: str) -> Family:

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from megatron_csbp.weights.comparison import check_tensors
 from megatron_csbp.weights.families import Family, family_of
+from megatron_csbp.weights.layouts import LESS_ONE, rounded_entries
 from megatron_csbp.weights.mask_token import find_mask_token
 from megatron_csbp.weights.model_arguments import Arguments, arguments_from_config
 from megatron_csbp.weights.model_flags import flags_of_arguments, yaml_text
 from megatron_csbp.weights.model_shape import ModelShape, shape_from_arguments
 from megatron_csbp.weights.rules import Piece, pieces, state_keys
 from megatron_csbp.weights.safetensors_reader import SafetensorsFolder
-from megatron_csbp.weights.side_files import HUGGING_FACE, copy_side_files, has_tokenizer, read_config
+from megatron_csbp.weights.side_files import HUGGING_FACE, copy_side_files, has_tokenizer, read_config, write_config
 from megatron_csbp.weights.torch_dist_writer import write_checkpoint
 from megatron_csbp.weights.whole_folder import whole_folder
 
@@ -39,7 +40,7 @@ class Source:
 
     Attributes:
         folder: where it is.
-        config: contents of its config.json.
+        config: contents of its config.json, or the part of it that is the text model's.
         family: its family.
         arguments: Megatron's arguments for it.
         shape: its sizes.
@@ -69,6 +70,7 @@ def open_source(folder: Path, vocab_divisible_by: int, flag: str = "--from") -> 
     """
     config = read_config(folder, flag)
     family = family_of(config, f"{flag} {folder}")
+    config = family.of_text_alone(config)
     arguments = arguments_from_config(family.config, config, vocab_divisible_by)
     tensors = SafetensorsFolder(folder)
     if family.head_is_its_own and family.head in tensors.entries:
@@ -76,15 +78,15 @@ def open_source(folder: Path, vocab_divisible_by: int, flag: str = "--from") -> 
     shape = shape_from_arguments(arguments, config["vocab_size"])
     found = {name: entry.shape for name, entry in tensors.entries.items() if not name.endswith(_IGNORED_ENDINGS)}
     notes = [f"left out {len(tensors.entries) - len(found)} rotary tables"] * (len(found) < len(tensors.entries))
+    for beginning, what in family.left_out.items():
+        names = [name for name in found if name.startswith(beginning)]
+        notes += [f"left out {len(names)} tensors of {what} ({beginning}*)"] * bool(names)
+        found = {name: found[name] for name in found if name not in names}
     if shape.tied and family.head in found:
         _check_repeated_head(family, tensors)
         del found[family.head]
         notes.append(f"left out {family.head}, which repeats the tied embedding")
-    expected = {
-        name: size
-        for piece in pieces(family.rules, family.body, shape)
-        for name, size in zip(piece.names, piece.part_shapes, strict=True)
-    }
+    expected = {part.name: part.whole for piece in pieces(family.rules, family.body, shape) for part in piece.parts}
     check_tensors(expected, found, f"{flag} {folder}", f"the table of {family.model_type} and its config.json")
     return Source(folder, config, family, arguments, shape, tensors, tuple(notes))
 
@@ -116,16 +118,22 @@ def import_weights(
     mask_id = find_mask_token(mask_token, source.config, source_folder)
     parts = list(pieces(source.family.rules, source.family.body, source.shape))
     dtypes = _dtypes(parts, source.tensors, dtype)
+    rounded: list[int] = []
 
     def make(piece: Piece) -> Tensor:
-        return piece.rule.layout.pack([source.tensors.read(name) for name in piece.names], source.shape)
+        read = [source.tensors.read(part.name, part.first_row, part.shape[0]) for part in piece.parts]
+        if piece.rule.layout is LESS_ONE:
+            rounded.append(rounded_entries(read[0], dtypes[piece.keys[0]]))
+        return piece.rule.layout.pack(read, source.shape)
 
     with whole_folder(save, "--save") as folder:
         states = list(state_keys(source.family.states, source.shape))
         write_checkpoint(folder, parts, make, dtypes, states, _saved_arguments(source, save, mask_id))
         copy_side_files(source_folder, folder / HUGGING_FACE)
+        if source.family.text_config is not None:
+            write_config(folder / HUGGING_FACE, source.config)
         (folder / MODEL_FILE).write_text(_model_file(source, save, mask_id))
-    return _report(source, save, dtypes, mask_id)
+    return _report(source, save, dtypes, mask_id, sum(rounded))
 
 
 def _check_repeated_head(family: Family, tensors: SafetensorsFolder) -> None:
@@ -165,6 +173,7 @@ def _saved_arguments(source: Source, save: Path, mask_id: int | None) -> Namespa
     return Namespace(
         **described,
         mask_token_id=mask_id,
+        knows_mask_token=source.family.objective is not None,
         # No run has set it; commands that look at a checkpoint want one.
         seq_length=min(source.arguments["max_position_embeddings"], _LENGTH),
         no_save_optim=True,
@@ -205,16 +214,24 @@ def _model_file(source: Source, save: Path, mask_id: int | None) -> str:
     return yaml_text(header, sections)
 
 
-def _report(source: Source, save: Path, dtypes: Mapping[str, torch.dtype], mask_id: int | None) -> list[str]:
+def _report(
+    source: Source, save: Path, dtypes: Mapping[str, torch.dtype], mask_id: int | None, rounded: int
+) -> list[str]:
     names = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes.values()}))
     rows, padded = source.shape.dims["vocab"], source.shape.dims["padded_vocab"]
     mask = "no mask token is known; give --mask-token-id" if mask_id is None else f"mask token {mask_id}"
     padding = f", padded to {padded}: logits of 0 in Megatron's softmax" if padded != rows else ""
+    rounding = (
+        f"{rounded} entries of the norms of gated delta nets are rounded, since Megatron keeps these norms less one; "
+        "--dtype fp32 rounds less"
+    )
+    used = {name for piece in pieces(source.family.rules, source.family.body, source.shape) for name in piece.names}
     return [
-        f"imported {len(source.tensors.entries)} tensors of {source.family.model_type} ({names}), "
+        f"imported {len(used)} tensors of {source.family.model_type} ({names}), "
         f"{source.shape.num_layers} "
         f"layers, into {save}",
         f"vocabulary {rows}{padding}; {mask}",
         *source.notes,
+        *[rounding] * bool(rounded),
         f"train with: --yaml-cfg {save / MODEL_FILE} --load {save} --finetune",
     ]

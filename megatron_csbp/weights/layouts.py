@@ -71,6 +71,30 @@ def _deinterleave(tensor: Tensor, shapes: Sequence[Shape], model: ModelShape) ->
     return [part.flatten(0, 1) for part in torch.split(by_group, rows, dim=1)]
 
 
+def _interleave_gated(parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+    """Put together, for each key/value head, its query heads, their gates, its key, its value."""
+    query, *others = parts
+    heads = (_groups(model), -1, 2, model.dims["head"])
+    by_kind = query.view(*heads, *query.shape[1:]).transpose(1, 2).reshape(query.shape)
+    return _interleave([by_kind, *others], model)
+
+
+def _deinterleave_gated(tensor: Tensor, shapes: Sequence[Shape], model: ModelShape) -> list[Tensor]:
+    by_kind, *others = _deinterleave(tensor, shapes, model)
+    heads = (_groups(model), 2, -1, model.dims["head"])
+    query = by_kind.reshape(*heads, *by_kind.shape[1:]).transpose(1, 2).reshape(by_kind.shape)
+    return [query, *others]
+
+
+def _less_one(parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+    (tensor,) = parts
+    return tensor.double() - 1
+
+
+def _plus_one(tensor: Tensor, shapes: Sequence[Shape], model: ModelShape) -> list[Tensor]:
+    return [tensor.double() + 1]
+
+
 def _pad_rows(parts: Sequence[Tensor], model: ModelShape) -> Tensor:
     (tensor,) = parts
     missing = model.dims["padded_vocab"] - len(tensor)
@@ -94,5 +118,23 @@ STACKED = Layout(_stack, _unstack, _stacked_shape)
 GROUPED_QKV = Layout(_interleave, _deinterleave, _stacked_shape)
 """For each key/value head: its query heads, its key, its value. A part may have any number of rows for each."""
 
+GATED_QKV = Layout(_interleave_gated, _deinterleave_gated, _stacked_shape)
+"""The same with output gates, of which Hugging Face has one behind each query head: query heads, gates, key, value."""
+
+LESS_ONE = Layout(_less_one, _plus_one, _stacked_shape)
+"""The weight of a norm that is zero-centred in Megatron only, in fp64. Where it is below 0.5, the dtype that it is
+written in may round it; see `rounded_entries`."""
+
 VOCABULARY = Layout(_pad_rows, _crop_rows, _padded_shape)
 """Rows of a vocabulary; Megatron's has rows of zeros after Hugging Face's last one."""
+
+
+def rounded_entries(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Return how many entries of a norm's weight `LESS_ONE` does not give back bit for bit.
+
+    Args:
+        tensor: Hugging Face's.
+        dtype: that Megatron's is written in.
+    """
+    again = (tensor.double() - 1).to(dtype).double() + 1
+    return int((again.to(tensor.dtype) != tensor).sum())

@@ -12,8 +12,8 @@ def find_mask_token(asked: str | None, config: Mapping[str, Any], folder: Path) 
     """Return the id of the mask token; None if nothing names one.
 
     Args:
-        asked: an id or a token, from `--mask-token`; without it, the id is that of config.json, or the first behind
-            the tokenizer's own, which no text has.
+        asked: an id or a token, from `--mask-token`; without it, the id is that of config.json, or the tokenizer's own
+            mask token, or the first behind the tokenizer's tokens, which no text has.
         config: the contents of config.json.
         folder: the model's, with its tokenizer.
 
@@ -24,7 +24,7 @@ def find_mask_token(asked: str | None, config: Mapping[str, Any], folder: Path) 
     if asked is None:
         found = config.get("mask_token_id")
         if found is None and has_tokenizer(folder):
-            found = _tokenizer_size(folder)
+            found = _mask_of_tokenizer(folder)
         return int(found) if found is not None and found < rows else None
     if not asked.isdigit():
         asked = str(_id_of(asked, folder))
@@ -37,11 +37,12 @@ def find_mask_token(asked: str | None, config: Mapping[str, Any], folder: Path) 
     return int(asked)
 
 
-def _tokenizer_size(folder: Path) -> int:
+def _mask_of_tokenizer(folder: Path) -> int:
     # Imported late: a tokenizer is large, and not every import needs one.
     from megatron_csbp.data.text_tokenizer import load_tokenizer
 
-    return load_tokenizer(str(folder)).vocab_size
+    tokenizer = load_tokenizer(str(folder))
+    return tokenizer.vocab_size if tokenizer.mask_id is None else tokenizer.mask_id
 
 
 def _id_of(token: str, folder: Path) -> int:

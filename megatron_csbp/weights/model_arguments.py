@@ -2,10 +2,13 @@
 """config.json and Megatron's arguments, in both directions from one table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_csbp.weights.model_shape import linear_layers
 from megatron_csbp.weights.rotary_arguments import arguments_of_rope, rope_of_arguments
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
 
 type Arguments = dict[str, Any]
 type Config = dict[str, Any]
@@ -37,14 +40,23 @@ class ConfigTable:
     Attributes:
         settings: values with two names.
         fixed: arguments that every model of the family has.
-        required: keys of config.json that must have this value where they are given: nothing else is implemented.
+        required: keys of config.json that must have this value, or one of a tuple, where they are given: nothing else
+            is implemented.
         has_experts: its MLPs are mixtures of experts.
+        has_delta_nets: some of its layers are gated delta nets.
+        defaults: what a config.json that leaves a key out means.
     """
 
     settings: tuple[Setting, ...]
     fixed: Mapping[str, Any]
     required: Mapping[str, Any]
     has_experts: bool = False
+    has_delta_nets: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def completed(self, config: Config) -> Config:
+        """Return a config.json with what it leaves out."""
+        return dict(self.defaults) | config
 
 
 def arguments_from_config(table: ConfigTable, config: Config, vocab_divisible_by: int) -> Arguments:
@@ -58,10 +70,11 @@ def arguments_from_config(table: ConfigTable, config: Config, vocab_divisible_by
     Raises:
         ValueError: a setting is missing, or has a value that is not implemented.
     """
+    config = table.completed(config)
     wrong = [
-        f"{key} is {config[key]!r} and must be {value!r}"
+        f"{key} is {config[key]!r} and must be {' or '.join(map(repr, _allowed(value)))}"
         for key, value in table.required.items()
-        if config.get(key, value) != value
+        if key in config and config[key] not in _allowed(value)
     ]
     if wrong:
         raise ValueError(f"config.json describes a model that is not implemented: {'; '.join(wrong)}.")
@@ -72,6 +85,8 @@ def arguments_from_config(table: ConfigTable, config: Config, vocab_divisible_by
     arguments |= arguments_of_rope(config)
     if table.has_experts:
         arguments |= _arguments_of_experts(config, arguments["num_layers"])
+    if table.has_delta_nets:
+        arguments["linear_attention_freq"] = _linear_attention_frequency(config, arguments["num_layers"])
     arguments["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", False)
     rows = config["vocab_size"]
     arguments["padded_vocab_size"] = -(-rows // vocab_divisible_by) * vocab_divisible_by
@@ -92,9 +107,15 @@ def config_from_arguments(table: ConfigTable, arguments: Mapping[str, Any], voca
     config |= rope_of_arguments(arguments)
     if table.has_experts:
         config |= _config_of_experts(arguments)
+    if table.has_delta_nets:
+        config["layer_types"] = [_LINEAR if linear else _FULL for linear in linear_layers(arguments)]
     config["tie_word_embeddings"] = not arguments["untie_embeddings_and_output_weights"]
     config["vocab_size"] = vocab
-    return config | dict(table.required)
+    return config | {key: _allowed(value)[0] for key, value in table.required.items()}
+
+
+def _allowed(required: Any) -> tuple[Any, ...]:
+    return required if isinstance(required, tuple) else (required,)
 
 
 def _configured(setting: Setting, config: Config) -> Any:
@@ -106,6 +127,28 @@ def _configured(setting: Setting, config: Config) -> Any:
     if setting.default is None:
         raise ValueError(f"config.json has no {setting.config}, which this family needs.")
     return setting.default
+
+
+def _linear_attention_frequency(config: Config, num_layers: int) -> int | list[int]:
+    """Return Megatron's `--linear-attention-freq`: N if every Nth layer alone is full attention, else a list.
+
+    Raises:
+        ValueError: a layer is of a kind that is not implemented, or there are not as many kinds as layers.
+    """
+    interval = config.get("full_attention_interval", 4)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return int(interval)
+    unknown = sorted(set(kinds) - {_LINEAR, _FULL})
+    if unknown or len(kinds) != num_layers:
+        raise ValueError(
+            f"layer_types of config.json has {len(kinds)} entries for {num_layers} layers, with {unknown or 'none'} "
+            f"that are not implemented; {_LINEAR} and {_FULL} are."
+        )
+    pattern = [int(kind == _LINEAR) for kind in kinds]
+    first_full = pattern.index(0) + 1 if 0 in pattern else 0
+    regular = first_full and pattern == [int((layer + 1) % first_full != 0) for layer in range(num_layers)]
+    return first_full if regular else pattern
 
 
 def _arguments_of_experts(config: Config, num_layers: int) -> Arguments:

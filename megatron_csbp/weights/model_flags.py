@@ -10,6 +10,8 @@ import yaml
 _FLAGS = {"layernorm_epsilon": "norm-epsilon"}
 # Arguments that only say the opposite of a flag.
 _OPPOSITES = {"add_bias_linear": "disable-bias-linear"}
+# Arguments whose flag takes a list in the words of Python.
+_PATTERNS = {"moe_layer_freq", "linear_attention_freq"}
 # Arguments without a flag, or whose default is right.
 _SILENT = {"add_position_embedding"}
 
@@ -30,8 +32,8 @@ def flags_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif value is False:
             if name == "yarn_correction_range_round_to_int":
                 flags["no-yarn-correction-range-round-to-int"] = True
-        elif name == "moe_layer_freq":
-            flags["moe-layer-freq"] = str(value).replace(" ", "")
+        elif name in _PATTERNS:
+            flags[name.replace("_", "-")] = str(value).replace(" ", "")
         else:
             flags[_FLAGS.get(name, name.replace("_", "-"))] = value
     return flags

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DENSE, EXPERTS = "dense", "experts"
+FULL_ATTENTION, DELTA_NET = "full attention", "gated delta net"
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,9 @@ class ModelShape:
 
     Attributes:
         dims: sizes by name: `hidden`, `ffn`, `queries`, `keys` (rows of the projections), `head`, `vocab` (rows in
-            Hugging Face's embedding), `padded_vocab` (in Megatron's), `experts`, `expert_ffn`.
-        layer_kinds: for each layer, its kinds; a rule of :mod:`families` may be for layers of one kind only.
+            Hugging Face's embedding), `padded_vocab` (in Megatron's), `experts`, `expert_ffn`; see also
+            `_linear_dims`.
+        layer_kinds: for each layer, its kinds; a rule of `families` may be for layers of one kind only.
         tied: one tensor is embedding and output layer.
     """
 
@@ -59,8 +61,40 @@ def shape_from_arguments(arguments: Mapping[str, Any], vocab: int) -> ModelShape
         "experts": experts,
         "expert_ffn": arguments.get("moe_ffn_hidden_size") or arguments["ffn_hidden_size"],
     }
-    kinds = [frozenset([EXPERTS if expert else DENSE]) for expert in _expert_layers(arguments, bool(experts))]
+    kinds = [
+        frozenset([EXPERTS if expert else DENSE, DELTA_NET if linear else FULL_ATTENTION])
+        for expert, linear in zip(_expert_layers(arguments, bool(experts)), linear_layers(arguments), strict=True)
+    ]
+    if arguments.get("attention_output_gate"):
+        dims["gated_queries"] = 2 * dims["queries"]
+    if any(DELTA_NET in kind for kind in kinds):
+        dims |= _linear_dims(arguments)
     return ModelShape(dims, tuple(kinds), not arguments["untie_embeddings_and_output_weights"])
+
+
+def _linear_dims(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of a gated delta net: rows of its projections, heads, and taps of its convolution."""
+    keys = arguments["linear_num_key_heads"] * arguments["linear_key_head_dim"]
+    values = arguments["linear_num_value_heads"] * arguments["linear_value_head_dim"]
+    return {
+        "linear_keys": keys,
+        "linear_values": values,
+        "linear_channels": 2 * keys + values,
+        "linear_heads": arguments["linear_num_value_heads"],
+        "linear_value_head": arguments["linear_value_head_dim"],
+        "taps": arguments["linear_conv_kernel_dim"],
+        "one": 1,
+    }
+
+
+def linear_layers(arguments: Mapping[str, Any]) -> list[bool]:
+    """Say for each layer whether it is a gated delta net, as `--linear-attention-freq` counts them."""
+    count, frequency = arguments["num_layers"], arguments.get("linear_attention_freq")
+    if arguments.get("experimental_attention_variant") != "gated_delta_net" or frequency is None:
+        return [False] * count
+    if isinstance(frequency, int):
+        return [(layer + 1) % frequency != 0 for layer in range(count)]
+    return [bool(linear) for linear in frequency]
 
 
 def _expert_layers(arguments: Mapping[str, Any], has_experts: bool) -> list[bool]:

@@ -15,6 +15,8 @@ _YARN = (
     ("beta_slow", "yarn_beta_slow", 1.0),
 )
 _KNOWN = {"rope_type", "type", "rope_theta", "mscale", "mscale_all_dim", "truncate", "max_position_embeddings"}
+OF_PICTURES = ("mrope_section", "mrope_interleaved")
+"""How positions in pictures and films are told; those of text are plain ones whatever these say."""
 
 
 def rope_entries(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,6 +24,8 @@ def rope_entries(config: Mapping[str, Any]) -> dict[str, Any]:
     entries = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     entries.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     entries.setdefault("rope_type", entries.get("type", "default"))
+    if "partial_rotary_factor" in config:
+        entries.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
     return entries
 
 
@@ -45,7 +49,10 @@ def arguments_of_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "yarn":
         raise ValueError(f"rope_type {kind!r} in config.json is not implemented; 'default' and 'yarn' are.")
     strange = (
-        set(entries) - _KNOWN - {name for name, _, _ in _YARN} - {"partial_rotary_factor", "llama_4_scaling_beta"}
+        set(entries)
+        - _KNOWN
+        - {name for name, _, _ in _YARN}
+        - {"partial_rotary_factor", "llama_4_scaling_beta", *OF_PICTURES}
     )
     if strange:
         raise ValueError(f"the YaRN entries {', '.join(sorted(strange))} in config.json are not implemented.")

@@ -19,15 +19,19 @@ class Scope(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of Hugging Face's.
+    """A tensor of Hugging Face's, or some of its rows.
 
     Attributes:
         name: with fields `{body}`, `{layer}`, `{expert}`.
         dims: names of its dims in `ModelShape.dims`.
+        whole: of some rows, the dims of the whole tensor.
+        behind: of some rows, the dims whose sizes together are the rows in front of them.
     """
 
     name: str
     dims: str
+    whole: str | None = None
+    behind: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,23 @@ class StateRule:
 
 
 @dataclass(frozen=True)
+class PartOfPiece:
+    """Rows of one of Hugging Face's tensors; mostly all of them.
+
+    Attributes:
+        name: of the tensor.
+        shape: of the rows.
+        whole: of the tensor.
+        first_row: where the rows begin in it.
+    """
+
+    name: str
+    shape: Shape
+    whole: Shape
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
 class Piece:
     """The part of one of a checkpoint's tensors that is read or written at a time.
 
@@ -79,8 +100,7 @@ class Piece:
         global_shape: of the whole tensor.
         offset: of this piece in it.
         shape: of this piece, dims of layer and expert included.
-        names: Hugging Face's tensors in this piece.
-        part_shapes: their shapes.
+        parts: what of Hugging Face's tensors is in this piece.
         rule: where it comes from.
         layer: the layer; None outside of layers.
         expert: the expert; None outside of experts.
@@ -90,11 +110,20 @@ class Piece:
     global_shape: Shape
     offset: Shape
     shape: Shape
-    names: tuple[str, ...]
-    part_shapes: tuple[Shape, ...]
+    parts: tuple[PartOfPiece, ...]
     rule: TensorRule
     layer: int | None
     expert: int | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Hugging Face's tensors in this piece."""
+        return tuple(part.name for part in self.parts)
+
+    @property
+    def part_shapes(self) -> tuple[Shape, ...]:
+        """Shapes of the parts."""
+        return tuple(part.shape for part in self.parts)
 
 
 def pieces(rules: tuple[TensorRule, ...], body: str, model: ModelShape) -> Iterator[Piece]:
@@ -119,16 +148,23 @@ def pieces(rules: tuple[TensorRule, ...], body: str, model: ModelShape) -> Itera
 
 def _piece(rule: TensorRule, body: str, model: ModelShape, layer: int | None, expert: int | None) -> Piece:
     counts, place = _leading_dims(model, layer, expert)
-    part_shapes = tuple(model.shape(part.dims) for part in rule.parts)
-    packed = rule.layout.packed_shape(part_shapes, model)
+    parts = tuple(
+        PartOfPiece(
+            name=part.name.format(body=body, layer=layer, expert=expert),
+            shape=model.shape(part.dims),
+            whole=model.shape(part.whole or part.dims),
+            first_row=sum(model.shape(part.behind)),
+        )
+        for part in rule.parts
+    )
+    packed = rule.layout.packed_shape([part.shape for part in parts], model)
     prefix = _prefix(model, layer)
     return Piece(
         keys=tuple(prefix + key for key in (rule.megatron, *rule.also)),
         global_shape=(*counts, *packed),
         offset=(*place, *(0 for _ in packed)),
         shape=(*(1 for _ in counts), *packed),
-        names=tuple(part.name.format(body=body, layer=layer, expert=expert) for part in rule.parts),
-        part_shapes=part_shapes,
+        parts=parts,
         rule=rule,
         layer=layer,
         expert=expert,

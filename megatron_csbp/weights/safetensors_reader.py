@@ -3,6 +3,7 @@
 
 import ctypes
 import json
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,15 +58,22 @@ class SafetensorsFolder:
             except (OSError, SafetensorError, struct.error, json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise ValueError(f"{file} cannot be read as safetensors: {error}. Fetch it again.") from error
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor in memory of its own.
+    def read(self, name: str, first_row: int = 0, rows: int | None = None) -> Tensor:
+        """Return a tensor, or some of its rows, in memory of its own.
 
         The library would map the file, and then pages of it count as this process's memory for as long as it likes.
+
+        Args:
+            name: the tensor.
+            first_row: where to begin.
+            rows: how many; all by default.
         """
         entry = self.entries[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        shape = entry.shape if rows is None else (rows, *entry.shape[1:])
+        tensor = torch.empty(shape, dtype=entry.dtype)
+        row_bytes = math.prod(entry.shape[1:]) * entry.dtype.itemsize
         with entry.file.open("rb", buffering=0) as file:
-            file.seek(entry.start)
+            file.seek(entry.start + first_row * row_bytes)
             # Not through NumPy, which would forbid to give the memory back before the tensor.
             view = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
             while len(view):

@@ -56,7 +56,7 @@ class SafetensorsWriter:
         self._places: dict[str, _Place] = {}
         self._headers: dict[str, bytes] = {}
         self._open: dict[str, BinaryIO] = {}
-        self._left = set(tensors)
+        self._left_bytes = {name: _size(*tensors[name]) for name in tensors}
         if files is None or set(files) != set(tensors):
             files = _distribute(tensors)
         for file in sorted(set(files.values())):
@@ -70,14 +70,22 @@ class SafetensorsWriter:
             self._open[file].write(header)
         return self
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor to its place."""
+    def write(self, name: str, tensor: Tensor, first_row: int | None = None) -> None:
+        """Write a tensor to its place.
+
+        Args:
+            name: of the tensor.
+            tensor: all of it, or some rows.
+            first_row: of some rows, where they begin.
+        """
         place = self._places[name]
-        assert (tuple(tensor.shape), tensor.dtype) == (place.shape, place.dtype), f"{name} is not as it was planned"
+        skipped = slice(0 if first_row is None else 1, None)
+        planned = (place.shape[skipped], place.dtype)
+        assert (tuple(tensor.shape)[skipped], tensor.dtype) == planned, f"{name} is not as it was planned"
         file = self._open[place.file]
-        file.seek(place.start)
+        file.seek(place.start + (first_row or 0) * _size(place.shape[1:], place.dtype))
         file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-        self._left.discard(name)
+        self._left_bytes[name] -= tensor.nbytes
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close the files; write the index if there are several."""
@@ -85,7 +93,8 @@ class SafetensorsWriter:
             file.close()
         if kind is not None:
             return
-        assert not self._left, f"never written: {sorted(self._left)}"
+        left = sorted(name for name, size in self._left_bytes.items() if size)
+        assert not left, f"never written: {left}"
         if set(self._headers) == {SINGLE}:
             return
         weights = {name: place.file for name, place in sorted(self._places.items())}

@@ -35,6 +35,11 @@ def read_config(folder: Path, flag: str) -> dict[str, Any]:
     return config
 
 
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write a folder's config.json."""
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def copy_side_files(source: Path, target: Path) -> None:
     """Copy the files of a model but its weights; folders are left out."""
     target.mkdir(exist_ok=True)

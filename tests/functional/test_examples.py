@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from examples.recipes import RECIPES, table, text
+from examples.recipe_models import RECIPES
+from examples.recipes import table, text
 from tests.support.megatron_run import ROOT, Ranks
 
 NAMES = {f"{recipe.model.folder}/{recipe.path.stem}": recipe for recipe in RECIPES}
@@ -21,6 +22,14 @@ SMALL = (
 WITHOUT_DATA = "--mock-data --tokenizer-type NullTokenizer --split 90,5,5"
 
 
+SMALL_HYBRID = (
+    "--num-layers 4 --tensor-model-parallel-size 1 --diffusion-block-size 32 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
+)
+SAME_AS_ANOTHER = "qwen_ar_to_bdlm/3.8_27b"
+"""Qwen3.8 27B has the sizes of Qwen3.5 27B."""
+
+
 def from_file(name: str, *arguments: str) -> list[str]:
     return ["--yaml-cfg", str(NAMES[name].path), *WITHOUT_DATA.split(), *arguments]
 
@@ -28,6 +37,8 @@ def from_file(name: str, *arguments: str) -> list[str]:
 def validated(name: str, ranks: Ranks, folder: Path, *, as_on_hopper: bool = False) -> dict[str, Any]:
     # Of Megatron's stand-in tokenizer, which adds an end-of-document token.
     arguments = from_file(name, "--vocab-size", "131071")
+    if as_on_hopper and NAMES[name].model.delta_net is not None:
+        arguments += ["--csbp-delta-net-backend", "torch"]  # fla is not installed, and would be refused
     request = {
         "arguments": arguments,
         "world_size": NAMES[name].model.gpus,
@@ -43,12 +54,16 @@ def test_the_recipes_are_what_the_script_writes() -> None:
     written = {path for folder in {recipe.path.parent for recipe in RECIPES} for path in folder.iterdir()}
     assert written == {recipe.path for recipe in RECIPES}
     assert [name for name, recipe in NAMES.items() if recipe.path.read_text() != text(recipe)] == []
-    assert table() in (ROOT / "examples" / "README.md").read_text(), "python examples/recipes.py prints the table"
+    assert table() in (ROOT / "examples" / "README.md").read_text(), "python -m examples.recipes prints the table"
 
 
 @pytest.mark.parametrize(
     "name, as_on_hopper",
-    [*((name, True) for name in NAMES), *((name, False) for name in LONGEST)],
+    [
+        pytest.param(name, hopper, marks=[pytest.mark.slow] if name.startswith(SAME_AS_ANOTHER) else [])
+        for names, hopper in ((NAMES, True), (LONGEST, False))
+        for name in names
+    ],
 )
 def test_a_recipe_passes_all_checks_at_its_world_size(
     name: str, as_on_hopper: bool, ranks: Ranks, tmp_path: Path
@@ -61,8 +76,9 @@ def test_a_recipe_passes_all_checks_at_its_world_size(
     assert facts["clean_seq_length"] == recipe.tokens
     assert facts["seq_length"] == recipe.copies * recipe.tokens
     if recipe.model.is_qwen:
-        assert facts["padded_vocab_size"] == 151_936
+        assert facts["padded_vocab_size"] == (151_936 if recipe.model.delta_net is None else 248_320)
         assert facts["model"]["qk_layernorm"] is True
+        assert facts["model"]["attention_output_gate"] == (recipe.model.delta_net is not None)
     else:
         assert facts["padded_vocab_size"] == 131_072
         assert facts["model"]["yarn_rotary_scaling_factor"] == 16.0
@@ -74,6 +90,7 @@ def test_a_recipe_passes_all_checks_at_its_world_size(
     [
         ("qwen_ar_to_bdlm/0.6b_128k", 2, []),
         ("nemotron_diffusion/8b_256k", 4, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+        pytest.param("qwen_ar_to_bdlm/3.5_27b_256k", 2, SMALL_HYBRID.split(), marks=pytest.mark.slow),
     ],
 )
 def test_a_recipe_trains_when_made_small(name: str, world_size: int, size: list[str], ranks: Ranks) -> None:

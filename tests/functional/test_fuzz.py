@@ -127,7 +127,7 @@ texts = st.one_of(
     values.map(record),
     st.sampled_from(ODD_LINES),
 )
-HOW = ["", "--skip-undecodable", "--append-eod --eod-token <|endoftext|>", "--format jsonl", "--format text"]
+HOW = ["", "--on-error skip", "--append-eod --eod-token <|endoftext|>", "--format jsonl", "--format text"]
 
 
 @pytest.fixture(scope="module")

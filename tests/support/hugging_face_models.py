@@ -37,13 +37,16 @@ def make_model(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> P
     """Save a random model into a new folder and return it.
 
     Args:
-        kind: `qwen3-tied`, `qwen3` (with a vocabulary that has to be padded), `qwen3-moe`,
+        kind: `qwen3.5` (text alone), `qwen3.5-tied-whole` (with a vision encoder and multi-token prediction, tied),
+            `qwen3-tied`, `qwen3` (with a vocabulary that has to be padded), `qwen3-moe`,
             `qwen3-moe-mixed` (one dense layer), `ministral3` or `nemotron`.
         folder: is made.
         dtype: of the weights.
     """
     import transformers
 
+    if kind.startswith("qwen3.5"):
+        return _make_qwen3_5(folder, dtype, whole=kind.endswith("-whole"), tied="-tied" in kind)
     classes = {"qwen3": "Qwen3", "ministral3": "Ministral3", "nemotron": "Ministral3"}
     name = "Qwen3Moe" if kind.startswith("qwen3-moe") else classes[kind.removesuffix("-tied")]
     settings: dict[str, object] = {"tie_word_embeddings": kind.endswith("-tied")}
@@ -65,6 +68,41 @@ def make_model(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> P
     model.to(dtype).save_pretrained(folder)
     if kind == "nemotron":
         _rename_to_nemotron(folder)
+    return folder
+
+
+def _make_qwen3_5(folder: Path, dtype: torch.dtype, *, whole: bool, tied: bool) -> Path:
+    """Save a Qwen3.5 of three gated delta nets and a full attention, with decays that last."""
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    pictures = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text = {**_SIZES, "num_hidden_layers": 4, "tie_word_embeddings": tied, "rope_parameters": rope | pictures}
+    text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16}
+    text |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}
+    torch.manual_seed(7)
+    model: torch.nn.Module
+    if whole:
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+        config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+        model = transformers.Qwen3_5ForConditionalGeneration(config)
+    else:
+        model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**text))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("linear_attn.norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("A_log"):
+                parameter.uniform_(-4.0, 0.0)
+            elif parameter.dim() == 1:
+                parameter.uniform_(-0.4, 0.4)
+            else:  # so that gates are far from one half
+                parameter.mul_(3)
+    model.to(dtype).save_pretrained(folder)  # type: ignore[operator]
+    if whole:
+        file = folder / "model.safetensors"
+        more = {"mtp.fc.weight": torch.zeros(64, 128, dtype=dtype), "mtp.norm.weight": torch.zeros(64, dtype=dtype)}
+        save_file(load_file(file) | more, file, metadata={"format": "pt"})
     return folder
 
 

@@ -25,6 +25,7 @@ from megatron_csbp.transformer.delta_net.convolution import (
     convolve_chunks,
     with_rows_before,
 )
+from megatron_csbp.transformer.delta_net.costs import segment_steps
 from megatron_csbp.transformer.delta_net.exchange import ChunkExchange, incoming_states
 from megatron_csbp.transformer.delta_net.pieces import BlockBatch, Pieces, pieces_of
 from megatron_csbp.transformer.delta_net.plan import DeltaNetPlan
@@ -129,7 +130,7 @@ def _segment_steps(context: DeltaNetContext, heads: DeltaHeads, batch: int) -> i
     plan = context.plan
     step_bytes = context.kernel.state_bytes_of_block(plan.step, heads.key_dim, heads.value_dim)
     step_bytes *= heads.value_heads * batch * len(plan.chunks)
-    return max(1, min(plan.steps, context.state_bytes // step_bytes))
+    return segment_steps(plan, step_bytes, context.state_bytes)
 
 
 def _rows(heads: DeltaHeads, qkv_gTBX: Tensor, log_decay_gTBH: Tensor, beta_gTBH: Tensor) -> DeltaRows:

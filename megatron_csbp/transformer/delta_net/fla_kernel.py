@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_csbp.transformer.delta_net.rows import DeltaRows, Keeps, identity_maps
+from megatron_csbp.transformer.delta_net.tiling import fla_state_bytes
 
 
 @cache
@@ -55,7 +56,7 @@ class FlaDeltaRule:
 
     def state_bytes_of_block(self, block_length: int, key_dim: int, value_dim: int) -> int:
         """See `DeltaRuleKernel.state_bytes_of_block`: a state, a map, and the identity that the map starts from."""
-        return (value_dim + 2 * (value_dim + key_dim)) * key_dim * 4
+        return fla_state_bytes(key_dim, value_dim)
 
     def clean(
         self, rows: DeltaRows, state_GHKV: Tensor, block_length: int, keeps: Keeps

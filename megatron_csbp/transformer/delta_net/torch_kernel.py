@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_csbp.transformer.delta_net.rows import DeltaRows, Keeps, state_dtype
-
-LONGEST_TILE = 64
+from megatron_csbp.transformer.delta_net.tiling import tile_length, tiles_of, torch_state_bytes
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class TorchDeltaRule:
 
     def state_bytes_of_block(self, block_length: int, key_dim: int, value_dim: int) -> int:
         """See `DeltaRuleKernel.state_bytes_of_block`: every tile has a state, counted as fp32."""
-        return _tiles_of(block_length) * key_dim * value_dim * 4
+        return torch_state_bytes(block_length, key_dim, value_dim)
 
     def clean(
         self, rows: DeltaRows, state_GHKV: Tensor, block_length: int, keeps: Keeps
@@ -59,7 +58,7 @@ class TorchDeltaRule:
         tiles = _tiles(rows, block_length)
         arriving_NEKV, written_NECV, last_EKV = _run(tiles, state_GHKV.flatten(0, 1), _tile_keeps(tiles, rows, keeps))
         out_GTHV = _out(tiles, arriving_NEKV, written_NECV, rows, block_length)
-        starts_JEKV = arriving_NEKV[:: _tiles_of(block_length)]
+        starts_JEKV = arriving_NEKV[:: tiles_of(block_length)]
         starts_GJHKV = torch.unflatten(starts_JEKV, 1, state_GHKV.shape[:2]).transpose(0, 1)
         return out_GTHV, starts_GJHKV, last_EKV.view_as(state_GHKV)
 
@@ -77,15 +76,9 @@ class TorchDeltaRule:
         return last_EKW.view_as(map_GHKW)
 
 
-def _tiles_of(block_length: int) -> int:
-    """Return the number of tiles of a block."""
-    return -(-block_length // LONGEST_TILE)
-
-
 def _tiled(tensor_GTHD: Tensor, block_length: int, dtype: torch.dtype) -> Tensor:
     """Return rows as tiles [N, E, C, D] of `dtype`; the last rows of a block's last tile may be padding, 0."""
-    tiles = _tiles_of(block_length)
-    length = -(-block_length // tiles)
+    tiles, length = tiles_of(block_length), tile_length(block_length)
     blocks_GJMHD = torch.unflatten(tensor_GTHD.to(dtype), 1, (-1, block_length))
     padding = tiles * length - block_length
     if padding:

@@ -19,7 +19,7 @@ def test_an_equal_vocabulary_is_not_worth_a_word() -> None:
 
 
 def test_a_vocabulary_may_grow() -> None:
-    assert check(257) == ["the embedding grows from 256 to 257 rows: the added ones start at 0"]
+    assert check(257) == ["the embedding grows from 256 to 257 rows: Megatron starts the added ones at 0"]
 
 
 def test_padding_may_be_dropped_but_no_token() -> None:

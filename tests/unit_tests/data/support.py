@@ -70,6 +70,8 @@ def megatron_args(**changes: Any) -> SimpleNamespace:
         "clean_seq_length": 32,
         "padded_vocab_size": 64,
         "mock_data": False,
+        "mask_token_id": 1000,
+        "skip_train": False,
         "eval_iters": 0,
         "split": "8,1,1",
         "tokenizer_type": "NullTokenizer",

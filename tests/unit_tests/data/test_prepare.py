@@ -71,10 +71,18 @@ def test_text_becomes_the_documents_that_megatron_reads(
         "max_token_id": 6,
         "tokens": 9,
         "documents": 5,
+        "supervised_tokens": 9,
+        "answers_found_by": [],
     }
+    assert np.load(f"{out}.counts.npy").tolist() == [0, 0, 1, 2, 2, 2, 2]
     assert IndexedDataset(str(out)).index.dtype is np.uint16
     validate_data_files(megatron_args(data_path=[str(out)], padded_vocab_size=7, split="1,0,0"))
-    assert {path.name for path in out.parent.iterdir()} == {"data.bin", "data.idx", "data.meta.json"}
+    assert {path.name for path in out.parent.iterdir()} == {
+        "data.bin",
+        "data.idx",
+        "data.counts.npy",
+        "data.meta.json",
+    }
 
 
 def test_inputs_globs_keys_and_the_end_token_are_chosen(corpus: Path, tmp_path: Path, tokenizer: str) -> None:
@@ -85,18 +93,6 @@ def test_inputs_globs_keys_and_the_end_token_are_chosen(corpus: Path, tmp_path: 
     assert documents_of(out) == [["d", "d", "<eod>"], ["c", "<eod>"]]
     assert run("--input", lines, "--json-key", "content", *common) == 0
     assert documents_of(out) == [["c", "d", "<eod>"]]
-
-
-def test_several_workers_write_the_same_bytes(tmp_path: Path, tokenizer: str) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    rng = np.random.default_rng(0)
-    texts = [" ".join(rng.choice(["a", "b", "c", "d"], rng.integers(0, 9))) for _ in range(700)]
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    for name, workers in (("one", 1), ("two", 2)):
-        out = ("--output-prefix", tmp_path / name, "--workers", workers)
-        assert run("--input", corpus, "--tokenizer", tokenizer, *out) == 0
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
 
 
 def test_it_runs_by_its_name() -> None:
@@ -119,10 +115,10 @@ def test_a_failure_leaves_the_earlier_output_as_it_was(
     common = ("--tokenizer", tokenizer, "--output-prefix", out)
     assert run("--input", corpus / "1.txt", *common) == 0
     (corpus / "6.bin").write_bytes(b"a b \xff\xfe")
-    refuses(capsys, f"--input file {corpus}/6.bin is not UTF-8 text (byte 4)", "--input", corpus, *common)
+    refuses(capsys, f"--input file {corpus}/6.bin, is not UTF-8 text (byte 4)", "--input", corpus, *common)
     assert documents_of(out) == [["a", "b", "c"]]
-    assert not list(tmp_path.glob("*.tmp-*"))
-    assert run("--input", corpus, "--skip-undecodable", *common) == 0
+    assert not list(tmp_path.glob("*.partial*"))
+    assert run("--input", corpus, "--on-error", "skip", *common) == 0
     assert len(documents_of(out)) == 5
 
 
@@ -158,7 +154,7 @@ def test_bad_input_is_refused_by_name(
     refuses(capsys, f"--input file {bad}, line 2, is not JSON", "--input", bad, *out)
     refuses(
         capsys,
-        f"--json-key text: --input file {other}, line 1, has no text under that key (it has: body)",
+        f"--input file {other}, line 1, has no text or prompt and completion or messages (it has: body). Name the key",
         "--input",
         other,
         *out,
@@ -206,7 +202,7 @@ def test_half_a_surrogate_pair_is_refused_by_line_or_left_out(
     path.write_text('{"text": "a"}\n{"text": "b \\ud800 c"}\n{"text": "d \\ud83d\\ude00"}\n')
     common = ("--input", path, "--tokenizer", tokenizer, "--output-prefix", out, "--workers", workers)
     refuses(capsys, f"--input file {path}, line 2, has half a surrogate pair, '\\ud800', at character 2", *common)
-    assert run("--skip-undecodable", *common) == 0
+    assert run("--on-error", "skip", *common) == 0
     assert documents_of(out) == [["a"], ["d", "<unk>"]]
 
 

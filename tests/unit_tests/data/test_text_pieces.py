@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from megatron_csbp.data import text_pieces, text_sources, text_tokenizer
-from megatron_csbp.data.text_pieces import EncodedPiece, Ids, encode_in_pieces
+from megatron_csbp.data.text_pieces import EncodedPiece, encode_in_pieces
 from megatron_csbp.data.text_tokenizer import TextTokenizer
 
 TEXT = "".join(Path(module.__file__).read_text() for module in (text_pieces, text_sources, text_tokenizer))
@@ -43,10 +43,12 @@ class Recorded:
 def test_pieces_have_the_ids_of_the_whole(name: str) -> None:
     tokenizer = trained(PRE_TOKENIZERS[name])
     text = TEXT + "größer \N{GRINNING FACE} and — so on\n" * 40
-    expected = tokenizer.encode(text, add_special_tokens=False).ids
+    expected = tokenizer.encode(text, add_special_tokens=False)
     for piece in (997, 1000, 2048, 5000):
         encode = Recorded(tokenizer)
-        np.testing.assert_array_equal(encode_in_pieces(text, encode, piece, 400), expected)
+        found = encode_in_pieces(text, encode, piece, 400)
+        np.testing.assert_array_equal(found.ids, expected.ids)
+        np.testing.assert_array_equal(found.spans, expected.offsets)
         assert max(encode.lengths) <= piece + 400
         assert len(encode.lengths) >= len(text) // (piece + 400)
 
@@ -56,7 +58,7 @@ def test_a_text_on_whose_cuts_pieces_do_not_agree_is_encoded_whole() -> None:
     text = "e" * 1003 + "".join(chr(ord("a") + number % 26) for number in range(3000))
     encode = Recorded(tokenizer)
     expected = tokenizer.encode(text, add_special_tokens=False).ids
-    np.testing.assert_array_equal(encode_in_pieces(text, encode, 1000, 20), expected)
+    np.testing.assert_array_equal(encode_in_pieces(text, encode, 1000, 20).ids, expected)
     assert max(encode.lengths) == len(text)
 
 
@@ -65,9 +67,9 @@ def test_a_tokenizer_cuts_what_is_longer_than_a_piece(monkeypatch: pytest.Monkey
     whole = tokenizer.encode(TEXT)
     asked: list[str] = []
 
-    def in_pieces(text: str, encode: Callable[[str], EncodedPiece]) -> Ids:
+    def in_pieces(text: str, encode: Callable[[str], EncodedPiece]) -> EncodedPiece:
         asked.append(text)
-        return encode(text).ids
+        return encode(text)
 
     monkeypatch.setattr(text_tokenizer, "PIECE_CHARACTERS", 100)
     monkeypatch.setattr(text_tokenizer, "encode_in_pieces", in_pieces)

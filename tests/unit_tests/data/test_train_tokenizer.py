@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_csbp.data import prepare, text_sources, train_tokenizer
+from megatron_csbp.data import prepare, records, train_tokenizer
 from megatron_csbp.data.indexed_files import open_indexed_files
 
-TEXT = Path(text_sources.__file__).read_text() + " größer \N{GRINNING FACE}"
+TEXT = Path(records.__file__).read_text() + " größer \N{GRINNING FACE}"
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def test_it_has_the_bytes_and_two_special_tokens_and_keeps_every_text(
     folder = tmp_path / "new" / "tokenizer"
     assert run("--input", text, "--vocab-size", 400, "--output", folder) == 0
     said = capsys.readouterr().err
-    assert f"wrote {folder}: 400 tokens, the mask <|mask|> among them" in said
-    assert f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder} --mask-token-id 1" in said
+    assert f"wrote {folder}: 400 tokens, the mask <|mask|> (1) among them" in said
+    assert f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}" in said
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)
     assert (tokenizer.mask_token, tokenizer.mask_token_id) == ("<|mask|>", 1)

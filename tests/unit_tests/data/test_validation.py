@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_csbp.data import validation
+from megatron_csbp.data import mask_token, validation
 from megatron_csbp.data.indexed_files import PreparedMetadata, open_indexed_files
 from megatron_csbp.data.validation import validate_data_files
-from tests.unit_tests.data.support import documents, megatron_args, write_indexed
+from tests.unit_tests.data.support import Tokenizer, documents, megatron_args, write_indexed
 
 
 def dataset(folder: Path, name: str = "a", count: int = 40, longest: int = 60, top: int = 64) -> str:
@@ -33,6 +33,8 @@ def sidecar(prefix: str, **changes: Any) -> None:
         "max_token_id": 63,
         "tokens": files.num_tokens,
         "documents": files.num_documents,
+        "supervised_tokens": files.num_tokens,
+        "answers_found_by": [],
     }
     Path(prefix + ".meta.json").write_text(PreparedMetadata(**(values | changes)).to_json())
 
@@ -47,6 +49,55 @@ def test_good_data_pass_under_every_flag_that_names_them(tmp_path: Path) -> None
     validate(data_args_path=str(listed))
     validate(train_data_path=[prefix], valid_data_path=[prefix], split=None)
     validate(per_split_data_args_path=str(per_split), split=None)
+
+
+def test_a_mask_token_in_the_training_data_is_refused_with_its_frequency_and_advice(tmp_path: Path) -> None:
+    prefix = write_indexed(tmp_path / "a", [np.array([5, 1, 7, 1, 9])] * 20)
+    args = megatron_args(data_path=[prefix], mask_token_id=1)
+    said = r"^--mask-token-id 1: 40 of the 100 tokens of --data-path .*a have this id \(0.4 of all\), .* Use ADVICE\.$"
+    with pytest.raises(ValueError, match=said):
+        validate_data_files(args, mask_advice="ADVICE")
+    refuses("--mask-token-id 1: 40 of the 100 tokens of --train-data-path", train_data_path=[prefix], mask_token_id=1)
+    clean = write_indexed(tmp_path / "b", [np.array([5, 7, 9])] * 20)
+    validate(train_data_path=[clean], valid_data_path=[prefix], mask_token_id=1)
+    validate(data_path=[prefix], mask_token_id=1, skip_train=True)
+    validate(data_path=[prefix], mask_token_id=2)
+
+
+def test_a_table_of_counts_is_believed_unless_it_is_of_other_data(tmp_path: Path) -> None:
+    prefix = write_indexed(tmp_path / "a", [np.array([5, 1, 7, 1, 9])] * 20)
+    counts = np.zeros(10, dtype=np.int64)
+    counts[[5, 7]] = 50
+    np.save(f"{prefix}.counts.npy", counts)
+    validate(data_path=[prefix], mask_token_id=1)
+    validate(data_path=[prefix], mask_token_id=40)
+    refuses("--mask-token-id 7: 50 of the 100 tokens", data_path=[prefix], mask_token_id=7)
+    for other in (counts[:6], counts.astype(float), counts[None]):
+        np.save(f"{prefix}.counts.npy", other)
+        refuses("--mask-token-id 1: 40 of the 100 tokens", data_path=[prefix], mask_token_id=1)
+    Path(f"{prefix}.counts.npy").write_bytes(b"no table")
+    refuses("--mask-token-id 1: 40 of the 100 tokens", data_path=[prefix], mask_token_id=1)
+
+
+def test_large_data_that_nobody_counted_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = np.zeros(1 << 19, dtype=np.uint16)
+    tokens[-10:] = 1
+    prefix = write_indexed(tmp_path / "a", [tokens])
+    monkeypatch.setattr(mask_token, "READ_TOKENS", 1 << 17)
+    said = "--mask-token-id 1: 10 of the 131072 tokens read of --data-path"
+    refuses(said, data_path=[prefix], mask_token_id=1, split="1,0,0")
+
+
+@pytest.mark.parametrize(
+    "mask, size, is_held", [(5, 200, True), (199, 200, True), (200, 200, False), (0, 9000, False)]
+)
+def test_mock_data_hold_what_megatron_makes_them_of(mask: int, size: int, is_held: bool) -> None:
+    tokenizer, args = Tokenizer(vocab_size=size), megatron_args(mock_data=True, mask_token_id=mask)
+    if is_held:
+        with pytest.raises(ValueError, match=f"--mask-token-id {mask}: --mock-data, which counts 1, 2, 3, ..., holds"):
+            validate_data_files(args, tokenizer)
+        args.skip_train = True
+    validate_data_files(args, tokenizer)
 
 
 def test_data_in_object_storage_are_left_to_megatron() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from megatron_csbp.weights.exporting import changed_config
-from megatron_csbp.weights.families import NEMOTRON_LABS_DIFFUSION, QWEN3, QWEN3_MOE
+from megatron_csbp.weights.families import NEMOTRON_LABS_DIFFUSION, QWEN3, QWEN3_5_TEXT, QWEN3_MOE
 from megatron_csbp.weights.model_arguments import Arguments, arguments_from_config
-from tests.unit_tests.weights.test_model_arguments import DENSE, EXPERTS, YARN
+from tests.unit_tests.weights.test_model_arguments import DENSE, EXPERTS, LINEAR, YARN
 
 
 def trained(**change: object) -> Arguments:
@@ -66,3 +66,13 @@ def test_nemotrons_head_is_its_own_whatever_the_config_says() -> None:
     arguments = arguments_from_config(NEMOTRON_LABS_DIFFUSION.config, config, 8)
     arguments["untie_embeddings_and_output_weights"] = True
     assert changed_config(NEMOTRON_LABS_DIFFUSION, config, arguments, "a", "b") == {}
+
+
+def test_changed_positions_of_qwen_3_5_keep_what_is_said_of_pictures() -> None:
+    pictures = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    config = DENSE | LINEAR | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7} | pictures}
+    arguments = arguments_from_config(QWEN3_5_TEXT.config, config, 8)
+    assert changed_config(QWEN3_5_TEXT, config, arguments, "a", "b") == {}
+    longer = changed_config(QWEN3_5_TEXT, config, arguments | {"rotary_base": 20_000_000}, "a", "b")
+    plain = {"rope_type": "default", "rope_theta": 2e7, "partial_rotary_factor": 0.25}
+    assert longer == {"rope_parameters": plain | pictures}

@@ -11,13 +11,34 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_csbp.weights.families import FAMILIES, Family, family_of
-from megatron_csbp.weights.layouts import GROUPED_QKV, STACKED, VOCABULARY
+from megatron_csbp.weights.layouts import GATED_QKV, GROUPED_QKV, LESS_ONE, STACKED, VOCABULARY, rounded_entries
 from megatron_csbp.weights.model_arguments import arguments_from_config
 from megatron_csbp.weights.model_shape import ModelShape, shape_from_arguments
 from megatron_csbp.weights.rules import Piece, pieces, state_keys
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}
 QWEN3_MOE = QWEN3 | {"model_type": "qwen3_moe", "num_key_value_heads": 4}
+QWEN3_5_27B = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 64,
+    "hidden_size": 5120,
+    "intermediate_size": 17_408,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 248_320,
+    "max_position_embeddings": 262_144,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 10]},
+}
+"""Qwen3.8-27B has the same settings."""
 NEMOTRON = QWEN3 | {"model_type": "nemotron_labs_diffusion", "vocab_size": 131_072}
 
 
@@ -55,10 +76,26 @@ def pieces_of(config: dict[str, object]) -> list[Piece]:
     return list(pieces(family.rules, family.body, shape))
 
 
+def parameters_of(config: dict[str, object]) -> int:
+    return sum(math.prod(shape) for piece in pieces_of(config) for shape in piece.part_shapes)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_table_has_as_many_parameters_as_the_published_model(name: str) -> None:
     config, parameters = PUBLISHED[name]
-    assert sum(math.prod(shape) for piece in pieces_of(config) for shape in piece.part_shapes) == parameters
+    assert parameters_of(config) == parameters
+
+
+def test_qwen_3_5_27b_has_the_published_parameters_but_for_vision_and_multi_token_prediction() -> None:
+    """27.781 billion are published, with both."""
+    hidden, ffn, wide = 5120, 17_408, 1152
+    attention = 3 * hidden * 6144 + 2 * hidden * 1024
+    multi_token = 2 * hidden * hidden + attention + 3 * hidden * ffn
+    merger = 4 * wide * 4 * wide + 4 * wide * hidden
+    vision = 27 * (4 * wide * wide + 2 * wide * 4304) + merger + wide * 3 * 2 * 16 * 16 + 2304 * wide
+    text = parameters_of(QWEN3_5_27B)
+    assert text == 26_895_998_464
+    assert (text + multi_token + vision) / 1e9 == pytest.approx(27.781, abs=0.001)  # without biases and some norms
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -78,6 +115,31 @@ def test_pieces_cover_every_element_of_every_key_once(name: str) -> None:
 def test_no_tensor_of_hugging_face_is_used_twice() -> None:
     names = [name for piece in pieces_of(PUBLISHED["Qwen3-30B-A3B"][0]) for name in piece.names]
     assert len(names) == len(set(names))
+
+
+def test_every_row_of_a_tensor_that_goes_into_several_is_used_once() -> None:
+    """Projection and convolution of gated delta nets, which Megatron keeps as queries, keys and values."""
+    rows: dict[str, list[tuple[int, int]]] = {}
+    wholes: dict[str, int] = {}
+    for piece in pieces_of(QWEN3_5_27B):
+        for part in piece.parts:
+            rows.setdefault(part.name, []).append((part.first_row, part.first_row + part.shape[0]))
+            wholes[part.name] = part.whole[0]
+            assert part.shape[1:] == part.whole[1:]
+    for name, spans in rows.items():
+        assert sorted(start for start, _ in spans) == sorted([0, *(stop for _, stop in spans)])[:-1], name
+        assert max(stop for _, stop in spans) == wholes[name]
+    divided = {name.rpartition("linear_attn.")[2] for name, spans in rows.items() if len(spans) > 1}
+    assert divided == {"in_proj_qkv.weight", "conv1d.weight"}
+
+
+def test_layers_are_gated_delta_nets_or_full_attention() -> None:
+    keys = {key: piece.global_shape for piece in pieces_of(QWEN3_5_27B) for key in piece.keys}
+    assert keys["decoder.layers.2.self_attention.in_proj.weight.value"] == (6144, 5120)
+    assert keys["decoder.layers.2.self_attention.conv1d.weight.key"] == (2048, 1, 4)
+    assert keys["decoder.layers.3.self_attention.linear_qkv.weight"] == (2 * 6144 + 2 * 1024, 5120)
+    assert "decoder.layers.3.self_attention.in_proj.weight.z" not in keys
+    assert "decoder.layers.2.self_attention.q_layernorm.weight" not in keys
 
 
 def test_nemotron_labs_diffusion_has_its_own_names_and_no_query_norms() -> None:
@@ -138,6 +200,37 @@ def test_query_key_value_rows_lie_by_key_head(groups: int, queries_each: int, he
     assert packed.equal(torch.cat(expected))
     again = GROUPED_QKV.unpack(packed, [tuple(part.shape) for part in (q, k, v)], shape)
     assert all(found.equal(part) for found, part in zip(again, (q, k, v), strict=True))
+
+
+@given(groups=st.integers(1, 4), queries_each=st.integers(1, 4), head=st.integers(1, 4))
+def test_gates_lie_behind_the_queries_of_their_key_head(groups: int, queries_each: int, head: int) -> None:
+    """Hugging Face has a gate behind each query head. Against a loop over heads, and back."""
+    shape = small_shape(groups, queries_each, head)
+    heads = groups * queries_each
+    numbers = torch.arange((2 * heads + 2 * groups) * head)[:, None].expand(-1, 3)
+    q, k, v = numbers.split([2 * heads * head, groups * head, groups * head])
+    expected = []
+    for group in range(groups):
+        own = [2 * (group * queries_each + query) * head for query in range(queries_each)]
+        expected += [q[first : first + head] for first in own]
+        expected += [q[first + head : first + 2 * head] for first in own]
+        expected += [part[group * head : (group + 1) * head] for part in (k, v)]
+    packed = GATED_QKV.pack([q, k, v], shape)
+    assert packed.equal(torch.cat(expected))
+    again = GATED_QKV.unpack(packed, [tuple(part.shape) for part in (q, k, v)], shape)
+    assert all(found.equal(part) for found, part in zip(again, (q, k, v), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_less_one_comes_back_unless_it_is_small(dtype: torch.dtype) -> None:
+    shape = small_shape(1, 1, 1)
+    weight = torch.cat([torch.linspace(0.5, 9, 999), torch.tensor([0.25, 0.0])]).to(dtype)
+    (again,) = LESS_ONE.unpack(LESS_ONE.pack([weight], shape).to(dtype), [(1001,)], shape)
+    assert again.to(dtype).equal(weight)
+    assert rounded_entries(weight, dtype) == 0
+    small = torch.tensor([0.1, -0.7, 0.01, 1.3]).to(dtype)
+    assert rounded_entries(small, dtype) == 3
+    assert rounded_entries(small, torch.float64) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks.import_memory import write_model
 from megatron_csbp.weights import safetensors_writer
@@ -63,6 +63,26 @@ def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path, monkeypat
     for file in set(index["weight_map"].values()):
         with safe_open(tmp_path / file, framework="pt") as opened:  # the library finds them sound
             assert {index["weight_map"][name] for name in opened.keys()} == {file}  # noqa: SIM118
+
+
+def test_a_tensor_is_written_and_read_in_parts(tmp_path: Path) -> None:
+    save_file({"b": TENSORS["b"]}, tmp_path / "expected.safetensors", metadata={"format": "pt"})
+    with SafetensorsWriter(tmp_path, {"b": PLAN["b"]}) as writer:
+        writer.write("b", TENSORS["b"][1:], 1)
+        writer.write("b", TENSORS["b"][:1], 0)
+    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
+    assert SafetensorsFolder(tmp_path).read("b", 1, 2).equal(TENSORS["b"][1:])
+
+
+def test_a_tensor_of_which_a_part_was_never_written_is_noticed(tmp_path: Path) -> None:
+    def write_all_but_a_row() -> None:
+        with SafetensorsWriter(tmp_path, PLAN) as writer:
+            for name in ("a", "c", "scalar"):
+                writer.write(name, TENSORS[name])
+            writer.write("b", TENSORS["b"][:2], 0)
+
+    with pytest.raises(AssertionError, match=r"never written: \['b'\]"):
+        write_all_but_a_row()
 
 
 def test_a_tensor_that_was_never_written_is_noticed(tmp_path: Path) -> None:
@@ -193,6 +213,21 @@ def test_an_import_can_change_the_dtype(source: Path, tmp_path: Path) -> None:
     embedding = checkpoint.read("embedding.word_embeddings.weight", (0, 0), (192, 64))
     assert embedding[:190].equal(SafetensorsFolder(source).read("model.embed_tokens.weight").to(torch.bfloat16))
     assert embedding[190:].eq(0).all()
+
+
+def test_norms_that_megatron_rounds_are_counted(tmp_path: Path) -> None:
+    """It keeps them less one, so that small ones lose bits; of the whole model nothing else is left out unsaid."""
+    source = make_model("qwen3.5-tied-whole", tmp_path / "source", torch.bfloat16)
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.language_model.layers.1.linear_attn.norm.weight"][:3] = 0.1
+    save_file(tensors, file, metadata={"format": "pt"})
+    lines = import_weights(source, tmp_path / "checkpoint")
+    assert "left out 2 tensors of multi-token prediction (mtp.*)" in lines
+    assert "left out 21 tensors of the vision encoder (model.visual.*)" in lines
+    assert [line for line in lines if line.startswith("3 entries of the norms of gated delta nets are rounded")]
+    exact = import_weights(source, tmp_path / "exact", dtype=torch.float32)
+    assert not [line for line in exact if "are rounded" in line]
 
 
 PEAK = """

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_csbp.weights.families import MINISTRAL3, QWEN3, QWEN3_MOE
+from megatron_csbp.weights.families import MINISTRAL3, QWEN3, QWEN3_5, QWEN3_5_TEXT, QWEN3_MOE
 from megatron_csbp.weights.model_arguments import ConfigTable, arguments_from_config, config_from_arguments
 from megatron_csbp.weights.model_flags import flags_of_arguments, yaml_text
 
@@ -44,6 +44,16 @@ EXPERTS = {
     "mlp_only_layers": [1],
 }
 
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5},
+}
+
 
 @pytest.mark.parametrize(
     "table, config",
@@ -51,8 +61,9 @@ EXPERTS = {
         (QWEN3.config, DENSE),
         (QWEN3_MOE.config, DENSE | EXPERTS | {"tie_word_embeddings": False}),
         (MINISTRAL3.config, DENSE | {"rope_parameters": YARN, "rms_norm_eps": 1e-5}),
+        (QWEN3_5_TEXT.config, DENSE | LINEAR),
     ],
-    ids=["qwen3", "qwen3-moe", "ministral3"],
+    ids=["qwen3", "qwen3-moe", "ministral3", "qwen3.5"],
 )
 def test_a_config_comes_back_from_its_arguments(table: ConfigTable, config: dict[str, Any]) -> None:
     again = config_from_arguments(table, arguments_from_config(table, config, 8), config["vocab_size"])
@@ -77,6 +88,53 @@ def test_yarn_scales_as_transformers_does() -> None:
     arguments = arguments_from_config(QWEN3.config, DENSE | {"rope_parameters": plain}, 8)
     assert (arguments["mscale"], arguments["mscale_all_dim"]) == (1.0, 0.0)
     assert arguments["query_scale_beta"] == 0.1
+
+
+@pytest.mark.parametrize(
+    "layers, frequency",
+    [("LLFLLF", 3), ("LLFL", 3), ("FFF", 1), ("LFFL", [1, 0, 0, 1]), ("LL", [1, 1])],
+)
+def test_layer_types_are_a_frequency_where_they_are_regular(layers: str, frequency: int | list[int]) -> None:
+    kinds = ["linear_attention" if kind == "L" else "full_attention" for kind in layers]
+    config = DENSE | LINEAR | {"num_hidden_layers": len(kinds), "layer_types": kinds}
+    arguments = arguments_from_config(QWEN3_5_TEXT.config, config, 8)
+    assert arguments["linear_attention_freq"] == frequency
+    assert config_from_arguments(QWEN3_5_TEXT.config, arguments, 190)["layer_types"] == kinds
+
+
+def test_what_a_config_of_qwen_3_5_leaves_out() -> None:
+    config = {key: value for key, value in (DENSE | LINEAR).items() if key != "layer_types"}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [2, 1, 1]}
+    arguments = arguments_from_config(QWEN3_5_TEXT.config, config, 8)
+    assert (arguments["linear_attention_freq"], arguments["rotary_percent"]) == (4, 0.25)
+    assert flags_of_arguments(arguments | {"linear_attention_freq": [1, 0]})["linear-attention-freq"] == "[1,0]"
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid' and must be 'swish' or 'silu'"),
+        ({"attn_output_gate": False}, "attn_output_gate is False and must be True"),
+        ({"layer_types": ["sliding_attention"] * 3}, r"3 entries for 3 layers, with \['sliding_attention'\]"),
+        ({"layer_types": ["full_attention"]}, "1 entries for 3 layers"),
+        ({"linear_num_key_heads": None}, "no linear_num_key_heads"),
+    ],
+)
+def test_a_hybrid_that_megatron_does_not_have_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        arguments_from_config(QWEN3_5_TEXT.config, DENSE | LINEAR | change, 8)
+
+
+def test_the_text_model_in_a_larger_one_has_a_config_of_its_own() -> None:
+    text = DENSE | LINEAR | {"model_type": "qwen3_5_text"}
+    del text["tie_word_embeddings"]
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "tie_word_embeddings": True}
+    alone = QWEN3_5.of_text_alone(whole)
+    named = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "tie_word_embeddings": True}
+    assert alone == text | named
+    assert QWEN3_5_TEXT.of_text_alone(alone) is alone
+    with pytest.raises(ValueError, match="of a qwen3_5 has no text_config"):
+        QWEN3_5.of_text_alone({"model_type": "qwen3_5"})
 
 
 @pytest.mark.parametrize(
