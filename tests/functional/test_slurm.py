@@ -32,7 +32,8 @@ def test_the_job_script_prints_one_task_for_each_gpu_of_each_node(tmp_path: Path
     arguments = ["--yaml-cfg", str(file), *WITHOUT_DATA.split(), "--vocab-size", "151668"]
     run = dry_run(*arguments, SLURM_NNODES="4", MASTER_ADDR="node7", GPUS_PER_NODE="8")
     assert run.returncode == 0, run.stderr
-    assert "this job would start on 32 rank(s)" in run.stdout
+    assert "dry run: 32 x h200, 4 node(s) of 8; DP 16 x CSBP 2" in run.stdout
+    assert "every check of a start passed" in run.stdout
     assert "srun --nodes 4 --ntasks 32 --ntasks-per-node 8" in run.stdout
     assert run.stdout.startswith("MASTER_ADDR=node7 MASTER_PORT=20000 CUDA_DEVICE_MAX_CONNECTIONS=1\n")
     assert "-m megatron_csbp.pretrain_gpt" in run.stdout
@@ -126,10 +127,8 @@ def test_a_rank_that_fails_ends_the_job_and_the_next_of_the_array_goes_on(tmp_pa
     assert "1 error: rank 1 fails" in log
     assert "error: the ranks ended with status 1; see logs/csbp-4243/start-0/rank-*.log" in log
     assert "the run is complete: nothing is left to train" in log
-    done = [iterations_of(tmp_path / f"logs/csbp-{job}/start-0/rank-0.log") for job in (4243, 4244, 4245)]
-    assert done[0][-1] + 1 == done[1][0]
-    assert done[1][-1] == 12
-    assert done[2] == []
+    done = [iterations_of(tmp_path / f"logs/csbp-{job}/start-0/rank-1.log") for job in (4243, 4244, 4245)]
+    assert done == [list(range(1, 6)), list(range(6, 13)), []]
     assert not (tmp_path / "run" / ".megatron_csbp.lock").exists()
 
 
