@@ -64,9 +64,16 @@ def declared_mask_id() -> int | None:
     return mask if isinstance(mask, int) and mask >= 0 else None
 
 
+def vocab_size() -> int:
+    """The ids that Megatron's tokenizer has; some do not count the end of a document, which comes last."""
+    size: int = importlib.import_module("megatron.training.global_vars").get_tokenizer().vocab_size
+    end = eod_token_id()
+    return size if end is None else max(size, end + 1)
+
+
 def spare_id(padded_vocab_size: int) -> int | None:
     """The first id of the padded vocabulary that Megatron's tokenizer does not have, or None."""
-    size: int = importlib.import_module("megatron.training.global_vars").get_tokenizer().vocab_size
+    size = vocab_size()
     return size if size < padded_vocab_size else None
 
 

@@ -136,6 +136,21 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("megatron.core.transformer.transformer_config.MLATransformerConfig", "", "comparing networks"),
     ("megatron.core.model_parallel_config.ModelParallelConfig", "", "comparing networks"),
     ("megatron.training.models.gpt.GPTModelConfig", "", "comparing networks"),
+    ("megatron.training.global_vars.destroy_global_vars", "", "planning several jobs"),
+    (
+        "megatron.core.num_microbatches_calculator.destroy_num_microbatches_calculator",
+        "",
+        "planning several jobs",
+    ),
+    (
+        "megatron.core.parallel_state.initialize_model_parallel",
+        "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+        "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size create_gloo_process_groups",
+        "planning",
+    ),
+    ("megatron.core.parallel_state.destroy_model_parallel", "", "planning"),
+    ("megatron.core.tensor_parallel.random.model_parallel_cuda_manual_seed", "seed", "planning"),
+    ("megatron.core.process_groups_config.ProcessGroupCollection", "", "planning"),
     ("megatron.training.initialize.initialize_megatron", "", "generating text"),
     (
         "megatron.training.checkpointing.load_checkpoint",

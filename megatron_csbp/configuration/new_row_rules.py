@@ -72,9 +72,10 @@ def choose_new_rows(args: Namespace, start: Start, vocab_size: int, is_text: boo
     )
     args.csbp_new_rows = asdict(new)  # plain values, since checkpoints carry the arguments
     added = f" and rows {before} to {args.padded_vocab_size - 1}" if before < args.padded_vocab_size else ""
+    verb = "start" if added else "starts"
     noise = f", with noise of standard deviation {new.noise_std:g}" if new.noise_std else ""
     trained = new.num_trained - (mask < new.num_trained)
-    return f"the row of mask token {mask}{added} start as the mean of the {trained} trained rows{noise}"
+    return f"the row of mask token {mask}{added} {verb} as the mean of the {trained} trained rows{noise}"
 
 
 def new_rows_of_next_load(args: Namespace) -> NewRows | None:

@@ -126,13 +126,6 @@ class PackedDataset(MegatronDataset):
             epochs.append(Packing(kept[packing.documents], packing.offsets))
         return join(epochs)
 
-    @property
-    def fill(self) -> tuple[float, float]:
-        """Shares of a sample that blocks of documents, and their tokens, fill."""
-        lengths, block = self.lengths[self.packing.documents], self.config.diffusion_block_size
-        positions = len(self) * self.config.sequence_length
-        return float((-(-lengths // block) * block).sum() / positions), float(lengths.sum() / positions)
-
 
 def check_document_lengths(
     lengths: npt.NDArray[np.integer[Any]], numbers: npt.NDArray[np.integer[Any]], sequence_length: int, source: str

@@ -67,6 +67,35 @@ def pack_epoch(lengths: IntArray, sequence_length: int, block_size: int, generat
     return Packing(documents, np.concatenate([[0], np.cumsum(counts)]))
 
 
+@dataclass(frozen=True)
+class Fill:
+    """How much of the samples is used.
+
+    Attributes:
+        samples: number of samples.
+        blocks: share of the positions in blocks of documents; the rest is padding of whole blocks.
+        tokens: share of the positions that hold a token.
+    """
+
+    samples: int
+    blocks: float
+    tokens: float
+
+
+def fill_of(packing: Packing, lengths: IntArray, sequence_length: int, block_size: int) -> Fill:
+    """Return how well documents fill samples.
+
+    Args:
+        packing: from `pack_epoch`.
+        lengths: tokens of each document, int64.
+        sequence_length: L.
+        block_size: M.
+    """
+    packed, positions = lengths[packing.documents], len(packing) * sequence_length
+    blocks = (-(-packed // block_size) * block_size).sum() / positions
+    return Fill(len(packing), float(blocks), float(packed.sum() / positions))
+
+
 def _first_fit_decreasing(window: list[int], blocks: IntArray, capacity: int) -> Iterator[list[int]]:
     """Yield samples: each document, the longest first, goes into the first sample that has room."""
     sizes = blocks[window]

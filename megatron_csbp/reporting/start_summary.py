@@ -20,6 +20,7 @@ from megatron_csbp.cpu_runtime import RuntimeInfo
 from megatron_csbp.reporting.kernel_summary import attention_kernel_lines, head_shape
 from megatron_csbp.reporting.mask_token import mask_token_lines
 from megatron_csbp.reporting.model_flops import ModelFlops
+from megatron_csbp.reporting.packing_report import packing_lines
 from megatron_csbp.transformer.delta_net.kernels import select_delta_kernel
 from megatron_csbp.transformer.delta_net.traffic import DeltaNetSizes, layer_volumes
 from megatron_csbp.transformer.geometry.layer_plans import LayerPlans
@@ -96,6 +97,7 @@ def _block_diffusion_lines(args: Namespace, runtime: RuntimeInfo) -> list[str]:
         *(mask_token_lines(args) if args.rank == 0 else []),
         f"  sequence: {sample.length} clean tokens, {sample.num_blocks} blocks of {sample.block_size}{views}, "
         f"{sharding.num_chunks} chunks of {rows.chunk_length}; {rows.num_rows} rows per rank",
+        *(packing_lines(args) if args.pack_documents and args.rank == 0 else []),
         *_kernel_lines(args, runtime, plans),
     ]
     blocks = rows.chunk_length // sample.block_size

@@ -17,6 +17,7 @@ COMPATIBILITY_MODULES = (
     "megatron_compat.py",
     "megatron_checkpoints.py",
     "megatron_delta_net.py",
+    "megatron_planning.py",
     "megatron_reporting.py",
     "megatron_start.py",
 )

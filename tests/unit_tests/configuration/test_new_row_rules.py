@@ -39,7 +39,7 @@ def choose(
 def test_a_conversion_starts_the_row_as_the_mean(tmp_path: Path) -> None:
     new, note = choose(tmp_path, AUTOREGRESSIVE)
     assert new == NewRows(190, 192, 188, 0.0, 7, str(tmp_path / "iter_0000003"))
-    assert note == "the row of mask token 190 start as the mean of the 188 trained rows"
+    assert note == "the row of mask token 190 starts as the mean of the 188 trained rows"
 
 
 def test_a_mask_token_of_the_tokenizer_is_not_among_the_trained_rows_and_added_rows_start_too(tmp_path: Path) -> None:

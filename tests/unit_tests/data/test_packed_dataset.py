@@ -9,6 +9,7 @@ from megatron.core.datasets.utils import Split
 
 from megatron_csbp.data.datasets import BlockDiffusionDataset
 from megatron_csbp.data.packed_dataset import LOSS_SUFFIX, PackedDataset, PackedDatasetConfig
+from megatron_csbp.data.packing import fill_of
 from megatron_csbp.objectives import ObjectiveConfig, build_objective
 from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, layer_plans
 from megatron_csbp.transformer.geometry.sample import Sample
@@ -117,6 +118,34 @@ def test_only_blocks_with_loss_have_corrupted_rows_and_no_loss_is_lost(tmp_path:
         assert max(counts) - min(counts) <= 1
 
 
+@pytest.mark.parametrize("sharding", [Sharding(), SHARDING], ids=["one rank", "csbp2"])
+def test_nemotron_with_answers_only_is_its_formula_document_by_document(tmp_path: Path, sharding: Sharding) -> None:
+    """Diffusion on answers, and next tokens that are answers: nothing else carries loss or is counted."""
+    docs = texts()
+    dataset, marked = packed(tmp_path, docs), answers(docs)
+    carried = 0
+    for index in range(8):
+        items = [wrapped(dataset, rank, sharding) for rank in range(sharding.group_size)]
+        (noise,), sample = items[0].noises(index), dataset[index]
+        chance = (1 - 1e-3) * noise.sequence_level() + 1e-3
+        draws = noise.uniforms(0, LENGTH)
+        expected, supervised = {}, 0
+        for number, (start, stop) in zip(sample["documents"], sample["places"], strict=True):
+            text, marks = docs[dataset.indices[number]], marked[dataset.indices[number]]
+            supervised += int(marks.sum())
+            for place, position in enumerate(range(start, stop)):
+                if marks[place] and draws[position] < chance:
+                    expected[0, position] = (MASK, int(text[place]), float(np.float32(0.3 / chance)))
+                if position + 1 < stop and marks[place + 1]:
+                    expected[CLEAN, position] = (int(text[place]), int(text[place + 1]), 1.0)
+        found = [item[index] for item in items]
+        assert losses(found) == expected
+        assert sum(int(item["num_tokens"]) for item in found) == len(expected)
+        assert sum(int(item["num_supervised"]) for item in found) == supervised
+        carried += len(expected)
+    assert carried > 40
+
+
 def losses(items: list[dict[str, Any]]) -> dict[tuple[int, int], tuple[int, int, float]]:
     """Return input, target and weight of every row with loss, by copy and position."""
     found = {}
@@ -167,7 +196,8 @@ def test_epochs_are_packed_anew_and_the_same_everywhere(tmp_path: Path) -> None:
     per_epoch = len(packed(tmp_path, docs, samples=None))
     first = one.packing.documents[: one.packing.offsets[per_epoch]]
     assert sorted(first.tolist()) == list(range(len(docs)))
-    assert one.fill[0] >= one.fill[1] > 0.5
+    fill = fill_of(one.packing, one.lengths, LENGTH, BLOCK)
+    assert (fill.samples, fill.blocks >= fill.tokens > 0.5) == (len(one), True)
 
 
 def test_long_documents_are_refused_by_name_or_cut(tmp_path: Path) -> None:

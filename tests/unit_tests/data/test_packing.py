@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_csbp.data.packing import WINDOW, join, pack_epoch
+from megatron_csbp.data.packing import WINDOW, fill_of, join, pack_epoch
 
 
 @settings(max_examples=60, deadline=None)
@@ -28,12 +28,22 @@ def test_packing_depends_on_the_generator_alone() -> None:
     assert not np.array_equal(packings[0].documents, packings[2].documents)
 
 
-def test_the_fill_rate_of_chats_is_above_97_percent() -> None:
+def chat_lengths(number: int) -> np.ndarray:
+    """Tokens of chats: a few turns, questions of about 40 tokens and answers of about 220, some far longer."""
     generator = np.random.default_rng(0)
-    lengths = np.minimum(generator.lognormal(5.5, 0.8, 3 * WINDOW).astype(int) + 1, 4096)
-    packing = pack_epoch(lengths, 4096, 32, generator)
-    filled = (-(-lengths // 32) * 32).sum() / (len(packing) * 4096)
-    assert filled >= 0.97
+    turns = generator.geometric(0.45, number)
+    chats = [generator.lognormal(np.log([40, 220]), [1.0, 0.9], (count, 2)).sum() + 10 * count for count in turns]
+    return np.minimum(np.array(chats).astype(np.int64), 4096)
+
+
+def test_chats_fill_97_percent_of_the_samples() -> None:
+    lengths = chat_lengths(2 * WINDOW)
+    assert 500 < np.median(lengths) < 800
+    packing = pack_epoch(lengths, 4096, 32, np.random.default_rng(0))
+    fill = fill_of(packing, lengths, 4096, 32)
+    assert fill.samples == len(packing)
+    assert fill.blocks >= fill.tokens >= 0.97
+    assert fill.blocks >= 0.99
 
 
 def test_documents_come_at_about_the_time_that_the_shuffle_says() -> None:
