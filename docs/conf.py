@@ -24,9 +24,6 @@ include_patterns = ["docs/**.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks
 # The first are not looked into; README.md has its pages (index, getting_started), and the template is a form.
 exclude_patterns = [".*", "build", "demo_output", "dist", "megatron_csbp", "tests", "docs/adr/template.md"]
 
-# A page in brackets (index.md) is listed as soon as it is there.
-suppress_warnings = ["toc.empty_glob"]
-
 myst_heading_anchors = 4
 
 # Docstrings write code in single backticks. Megatron is not imported (it takes longer than all else together).
