@@ -20,8 +20,8 @@ written by `docs/write_flags.py`; a test compares it with the parser.
 | flag | default | |
 |---|---|---|
 | `--diffusion-block-size M` | | turns block diffusion on |
-| `--mask-token-id ID` | | the token that stands for a corrupted one: an id that the tokenizer never produces |
-| `--bp-size P` (`--block-parallel-size`) | 1 | ranks that share the blocks of a sequence ([which](parallelism.md#four-schemes)) |
+| `--mask-token-id ID` | | the token that stands for a corrupted one: an id that no text has |
+| `--bp-size P` (`--block-parallel-size`) | 1 | ranks that share a sequence ([which](parallelism.md#four-schemes)) |
 | `--diffusion-objective` | `block-diffusion` | or `nemotron`, `fast-dllm-v2` ([objectives](objectives.md)) |
 | `--corrupted-views V` | 1 | corrupted copies that share one clean copy |
 | `--window-anchor` | `position` | for Megatron's `--window-size W-1,0`: layers with a window exchange its halo only |
