@@ -6,6 +6,7 @@ Megatron's validation (test_gpu_commands.py), and each tool in tests of its own.
 """
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 from megatron_csbp.data import prepare, train_tokenizer
 from megatron_csbp.generation.arguments import add_arguments as add_generation_arguments
 from megatron_csbp.tools.gpu_check import __main__ as gpu_check
@@ -34,6 +36,8 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "megatron_csbp.tools.gpu_check": gpu_check._parser,
 }
 ENTRIES = ("megatron_csbp.pretrain_gpt", "megatron_csbp.launch", "megatron_csbp.generate", "megatron_csbp.evaluate")
+# These take flags of their own and those of a training run.
+TAKE_BOTH = ("megatron_csbp.doctor", "megatron_csbp.dry_run", "megatron_csbp.migrate")
 OF_EVALUATE = ("--text", "--json")
 
 
@@ -114,3 +118,33 @@ def test_a_documented_command_can_be_typed(name: str) -> None:
     assert unknown_flags(module, words_of(line[match.end() :])) == []
     launcher = [word for word in line[: match.start()].split() if word.startswith("--")]
     assert [flag for flag in launcher if flag not in OF_TORCHRUN] == []
+
+
+# Of docker, make's tools, pip, sbatch and srun; and of Megatron versions that the page is about.
+OF_OTHERS = {
+    "--no-deps",
+    "--hypothesis-profile",
+    "--nproc-per-node",
+    "--nnodes",
+    "--rdzv-endpoint",
+    "--max-restarts",
+    "--help",
+}
+
+
+@functools.cache
+def every_flag() -> set[str]:
+    """Return the flags that Megatron, this package and its tools take, and those that a run is refused."""
+    known = {option for action in training_parser()._actions for option in action.option_strings}
+    folders = [ROOT / "megatron_csbp", ROOT / "benchmarks", ROOT / "examples", ROOT / "docs"]
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
+        known |= set(re.findall(r"""["'](--[a-z][a-z0-9-]*)["']""", path.read_text()))
+    known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / "examples/slurm/pretrain.sbatch").read_text()))
+    return known | OF_OTHERS | {feature.flag for feature in UNSUPPORTED}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_that_a_page_names_exist(page: Path) -> None:
+    codes = re.findall(r"`([^`\n]+)`", page.read_text())
+    named = {flag for code in codes for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", code)}
+    assert sorted(named - every_flag()) == []
