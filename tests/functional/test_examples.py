@@ -24,7 +24,8 @@ SMALL = (
     "--vocab-size 187 --mask-token-id 190 --global-batch-size 2 --train-iters 3 --lr-warmup-iters 1 --eval-iters 1 "
     "--eval-interval 3 --log-interval 1 --num-workers 0 --context-parallel-size 2 --bp-size 2"
 )
-WITHOUT_DATA = "--mock-data --tokenizer-type NullTokenizer --split 90,5,5"
+WITHOUT_DATA = "--mock-data --tokenizer-type NullTokenizer --split 90,5,5 --mask-token-id 5000"
+"""Mock data count to 4,094 at most, and hold the mask token of Nemotron-Labs-Diffusion."""
 
 
 SMALL_HYBRID = (
