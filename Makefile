@@ -26,11 +26,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	    "$$python" -m venv --clear $(VENV); \
 	fi
 	@echo "Installing the tested set of packages into $(VENV) (PyTorch is large: minutes the first time)"
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[test,plots]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[test,plots,docs]'
 	@touch $@
 
 .PHONY: install
-install: $(INSTALLED) ## Make .venv and install the package with its test and plot extras
+install: $(INSTALLED) ## Make .venv and install the package with its extras for tests, plots and docs
 
 .PHONY: demo
 demo: $(INSTALLED) ## Train a small model, convert it to block diffusion with CSBP on two ranks, check it, and let it write
@@ -69,6 +69,16 @@ MUTATED ?= megatron_csbp/transformer megatron_csbp/loss
 .PHONY: mutate
 mutate: $(INSTALLED) ## Change the code in MUTANTS places, one at a time, and see which the unit tests notice (hours)
 	$(BIN)/python -m tests.support.mutate --sample $(MUTANTS) $(MUTATED)
+
+# -n, -W: a reference that leads nowhere, and any warning, is an error.
+.PHONY: docs
+docs: $(INSTALLED) ## Build the documentation site into build/docs and check its links
+	$(BIN)/python -m sphinx -b html -n -W --keep-going -q -d build/doctrees -c docs . build/docs
+	$(BIN)/python docs/check_links.py build/docs
+
+.PHONY: docs-links
+docs-links: $(INSTALLED) ## Check the links of the pages to other sites (needs the network)
+	$(BIN)/python -m sphinx -b linkcheck -n -q -d build/doctrees -c docs . build/docs-links
 
 .PHONY: lint
 lint: $(INSTALLED) ## Check style, formatting, types and the direction of imports

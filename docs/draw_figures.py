@@ -27,7 +27,7 @@ from megatron_csbp.transformer.geometry.visibility import (
 )
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "design.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "design.md", ROOT / "docs" / "parallelism.md"]
 CSBP = Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL
 GIB = 2**30
 
@@ -121,11 +121,30 @@ def bytes_of_layers() -> list[str]:
     return lines
 
 
+def bytes_of_schemes() -> list[str]:
+    """Traffic of a layer under each scheme, by the size of the context group."""
+    length, layer = 262_144, row_bytes(8, 128, 2)
+    lines = [
+        "256K tokens, M 32, K 8, D 128, bf16: GiB that a rank receives for a layer and sequence, forward and backward",
+        "ranks         CP      CSBP    pure BP",
+    ]
+    for size in (2, 4, 8, 16, 32):
+        moved = []
+        for scheme in (Scheme.CONTEXT_PARALLEL, CSBP, Scheme.BLOCK_PARALLEL):
+            plan = plan_attention(
+                rank_rows(Sample(length, 32), Sharding(size, scheme), 0), Mask(CleanAttention.TOKEN_CAUSAL)
+            )
+            moved.append(3 * sum(transfer.gather_bytes(layer) for _, transfer in plan.transfers) / GIB)
+        lines.append(f"{size:>5}   {moved[0]:>8.3f}  {moved[1]:>8.3f}   {moved[2]:>8.3f}")
+    return lines
+
+
 FIGURES: dict[str, Callable[[], list[str]]] = {
     "mask": mask_of_ranks,
     "rows": rows_of_ranks,
     "tiles": tiles_of_a_rank,
     "bytes": bytes_of_layers,
+    "schemes": bytes_of_schemes,
 }
 
 

@@ -20,8 +20,8 @@ written by `docs/write_flags.py`; a test compares it with the parser.
 
 FOOT = """
 `--context-parallel-size` is Megatron's own. Together with `--bp-size` it chooses the scheme:
-[README](../README.md#four-schemes). `--yaml-cfg FILE` reads flags from a YAML file; the command line wins over it
-([why](adr/0008-yaml-files-give-flags.md)).
+[parallelism](parallelism.md#four-schemes). `--yaml-cfg FILE` reads flags from a YAML file; the command line wins
+over it ([why](adr/0008-yaml-files-give-flags.md)).
 
 ## Refused
 

@@ -49,9 +49,10 @@ def stand_in_for_launcher(argv: Sequence[str]) -> bool:
 
 
 def leave_reporting_out(args: Namespace) -> None:
-    """Keep a dry run from opening what a run reports to."""
-    args.tensorboard_dir = None
-    args.wandb_project = ""
+    """Keep a dry run from opening what a run reports to; nothing changes in a run that is none."""
+    if args.csbp_dry_run is not None:
+        args.tensorboard_dir = None
+        args.wandb_project = ""
 
 
 def end(args: Namespace) -> None:

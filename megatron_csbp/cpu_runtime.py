@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Megatron-Core training on a machine without CUDA.
 
-Megatron names the ``cuda`` device in its source. :func:`install` makes those names mean the CPU, in this process only
-and before Megatron is imported: :class:`CpuDeviceMode` rewrites device arguments, and small stand-ins replace those
-parts of ``torch.cuda`` that Megatron calls. Megatron itself is not edited. Where CUDA is used, nothing is changed.
+Megatron names the `cuda` device in its source. `install` makes those names mean the CPU, in this process only
+and before Megatron is imported: `CpuDeviceMode` rewrites device arguments, and small stand-ins replace those
+parts of `torch.cuda` that Megatron calls. Megatron itself is not edited. Where CUDA is used, nothing is changed.
 
 What is reported stays true: event times are wall-clock times, memory figures are this process's resident set size,
-``torch.cuda.is_available()`` is ``True`` only for code inside the ``megatron`` package, and a figure that does not
+`torch.cuda.is_available()` is `True` only for code inside the `megatron` package, and a figure that does not
 exist on a CPU (temperature, power) raises.
 """
 
@@ -61,10 +61,10 @@ class RuntimeInfo:
     """The device that training runs on.
 
     Attributes:
-        device: ``"cpu"`` (this module's runtime is installed) or ``"cuda"`` (nothing was changed).
+        device: `"cpu"` (this module's runtime is installed) or `"cuda"` (nothing was changed).
         reason: Why that device was chosen, as one sentence for the start summary.
         threads: CPU threads that PyTorch uses for one operation on this rank.
-        notes: What was replaced or hidden and what the figures mean, one sentence each; empty for ``"cuda"``.
+        notes: what was replaced or hidden and what the figures mean, one sentence each; empty for `"cuda"`.
     """
 
     device: Literal["cpu", "cuda"]
@@ -74,7 +74,7 @@ class RuntimeInfo:
 
 
 def _caller_is_megatron() -> bool:
-    """Whether the code that called the calling stand-in belongs to Megatron, not to PyTorch or the user."""
+    """Return whether the code that called the calling stand-in belongs to Megatron, not to PyTorch or the user."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.")
 
 
@@ -88,12 +88,12 @@ def _names_cuda(value: object) -> bool:
 
 
 class CpuDeviceMode(TorchFunctionMode):
-    """Makes every ``cuda`` device argument of a PyTorch function mean the CPU, in the thread that entered it."""
+    """Makes every `cuda` device argument of a PyTorch function mean the CPU, in the thread that entered it."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls ``func`` with its device arguments rewritten."""
+        """Call `func` with its device arguments rewritten."""
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
@@ -125,7 +125,7 @@ class CpuDeviceMode(TorchFunctionMode):
         return _CPU if is_index or _names_cuda(value) else value
 
     def is_active(self) -> bool:
-        """Whether the calling thread runs under this mode."""
+        """Return whether the calling thread runs under this mode."""
         return self in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
 
 
@@ -136,7 +136,7 @@ class _ThreadSupport:
         self._mode = mode
 
     def install(self) -> None:
-        """Wraps the start of Python threads and the entry of the autograd engine."""
+        """Wrap the start of Python threads and the entry of the autograd engine."""
         start_thread = threading.Thread.start
         run_backward = torch.autograd.graph._engine_run_backward
         mode = self._mode
@@ -165,7 +165,7 @@ class _ThreadSupport:
 
 
 class Stream:
-    """Stand-in for ``torch.cuda.Stream``: CPU work is done when its call returns, so there is nothing to order."""
+    """Stand-in for `torch.cuda.Stream`: CPU work is done when its call returns, so there is nothing to order."""
 
     cuda_stream = 0
     device = _CPU
@@ -175,53 +175,53 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """The lowest and highest stream priority; there is one."""
+        """Return the lowest and highest stream priority; there is one."""
         return (0, 0)
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        """Records and returns ``event``, or a new one."""
+        """Record and return `event`, or a new one."""
         event = event or Event()
         event.record(self)
         return event
 
     def wait_event(self, event: "Event") -> None:
-        """Waits for ``event``."""
+        """Wait for `event`."""
 
     def wait_stream(self, stream: "Stream") -> None:
-        """Waits for ``stream``."""
+        """Wait for `stream`."""
 
     def synchronize(self) -> None:
-        """Waits for all work."""
+        """Wait for all work."""
 
     def query(self) -> bool:
-        """Whether all work is done."""
+        """Return whether all work is done."""
         return True
 
 
 class Event:
-    """Stand-in for ``torch.cuda.Event`` that records the wall clock."""
+    """Stand-in for `torch.cuda.Event` that records the wall clock."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
         self._seconds = math.nan
 
     def record(self, stream: Stream | None = None) -> None:
-        """Records the time now."""
+        """Record the time now."""
         del stream
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end_event: "Event") -> float:
-        """Milliseconds from this event to ``end_event``."""
+        """Return the milliseconds from this event to `end_event`."""
         return (end_event._seconds - self._seconds) * 1e3
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Waits for the event."""
+        """Wait for the event."""
 
     def synchronize(self) -> None:
-        """Waits for the event."""
+        """Wait for the event."""
 
     def query(self) -> bool:
-        """Whether the event has happened."""
+        """Return whether the event has happened."""
         return True
 
 
@@ -239,18 +239,18 @@ class ProcessMemory:
 
     @classmethod
     def resident(cls, device: Any = None) -> float:
-        """Resident set size now."""
+        """Return the resident set size now."""
         return cls._proc_field("/proc/self/status", "VmRSS")
 
     @classmethod
     def peak_resident(cls, device: Any = None) -> float:
-        """Largest resident set size so far, or since :meth:`reset_peak`."""
+        """Return the largest resident set size so far, or since `reset_peak`."""
         # The kernel counts the two apart, so the peak can lag by some pages.
         return max(cls._proc_field("/proc/self/status", "VmHWM"), cls.resident())
 
     @staticmethod
     def reset_peak(device: Any = None) -> None:
-        """Restarts the peak from the resident set size now.
+        """Restart the peak from the resident set size now.
 
         Raises:
             OSError: If the operating system has no such reset.
@@ -259,18 +259,18 @@ class ProcessMemory:
 
     @classmethod
     def machine(cls, device: Any = None) -> tuple[float, float]:
-        """Memory available to new allocations on this machine, and memory in all."""
+        """Return the memory available to new allocations on this machine, and memory in all."""
         return cls._proc_field("/proc/meminfo", "MemAvailable"), cls._proc_field("/proc/meminfo", "MemTotal")
 
     @classmethod
     def machine_used(cls, device: Any = None) -> float:
-        """Memory in use on this machine by all processes."""
+        """Return the memory in use on this machine by all processes."""
         available, total = cls.machine()
         return total - available
 
     @classmethod
     def stats(cls, device: Any = None) -> dict[str, float]:
-        """The entries of ``torch.cuda.memory_stats`` that Megatron logs. A number of allocations is not known: NaN."""
+        """Return what Megatron logs of `torch.cuda.memory_stats`. A number of allocations is not known: NaN."""
         now, peak = cls.resident(), cls.peak_resident()
         return {
             "reserved_bytes.all.current": now,
@@ -306,7 +306,7 @@ def _properties(device: Any = None) -> CpuProperties:
 
 
 def _own_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copies a function: torch._dynamo keeps rules by function identity and refuses one function under two names."""
+    """Copy a function: torch._dynamo keeps rules by function identity and refuses one function under two names."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -316,7 +316,7 @@ def _own_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing: the call only orders or frees work on a device."""
+    """Do nothing: the call only orders or frees work on a device."""
 
 
 def _no_such_figure(*args: Any, **kwargs: Any) -> NoReturn:
@@ -414,7 +414,7 @@ def _replace_torch_cuda() -> None:
 
 
 def _gloo_for_nccl(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function that creates process groups."""
+    """Wrap a function that creates process groups."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -431,7 +431,7 @@ def _gloo_for_nccl(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _average_as_sum(function: Callable[..., Any], input_name: str) -> Callable[..., Any]:
-    """Wraps a reduction: gloo has no averaging, so the input is divided first and then summed."""
+    """Wrap a reduction: gloo has no averaging, so the input is divided first and then summed."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -450,7 +450,7 @@ def _average_as_sum(function: Callable[..., Any], input_name: str) -> Callable[.
 
 
 def _listed_splits(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an all-to-all: Megatron's MoE turns split sizes into host lists only when they are on a CUDA device."""
+    """Wrap an all-to-all: Megatron's MoE turns split sizes into host lists only when they are on a CUDA device."""
 
     @functools.wraps(function)
     def exchange(*args: Any, **kwargs: Any) -> Any:
@@ -472,7 +472,7 @@ def _replace_collectives() -> None:
 
 
 def _leave_groups() -> None:
-    """Ends gloo's threads while Python still runs: one that needs Python later aborts the process at its end.
+    """End gloo's threads while Python still runs: one that needs Python later aborts the process at its end.
 
     After an error the groups are left as they are, since ending a thread would wait for ranks that no longer answer.
     """
@@ -481,7 +481,7 @@ def _leave_groups() -> None:
 
 
 def _no_compile(model: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
-    """Stand-in for ``torch.compile``, as a call and as a decorator: the function itself."""
+    """Stand-in for `torch.compile`, as a call and as a decorator: the function itself."""
     return model if model is not None else lambda function: function
 
 
@@ -553,17 +553,17 @@ def _no_cuda_reason() -> str:
 
 
 def install(device: Literal["auto", "cpu", "cuda"]) -> RuntimeInfo:
-    """Chooses the device and, for the CPU, makes Megatron run on it. Call it before Megatron is imported.
+    """Choose the device and, for the CPU, make Megatron run on it. Call it before Megatron is imported.
 
     Args:
-        device: ``"auto"`` takes the CPU only if no CUDA device exists; ``"cpu"`` and ``"cuda"`` insist. With CUDA
+        device: `"auto"` takes the CPU only if no CUDA device exists; `"cpu"` and `"cuda"` insist. With CUDA
             chosen nothing is changed. Later calls return the first call's result.
 
     Returns:
         The device, why it was chosen, and what was replaced.
 
     Raises:
-        ValueError: If ``device`` is not one of the three, or is ``"cuda"`` without a CUDA device.
+        ValueError: If `device` is not one of the three, or is `"cuda"` without a CUDA device.
         RuntimeError: If Megatron is already imported, or an earlier call chose the other device.
     """
     global _installed

@@ -7,7 +7,6 @@ Its symbols are in `required_symbols.REQUIRED_SYMBOLS`. Nothing here imports Meg
 import copy
 import dataclasses
 import functools
-import importlib
 import inspect
 import re
 from argparse import Namespace
@@ -24,7 +23,7 @@ _OPTIMIZER_KEY = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 def common_state(path: Path) -> Mapping[str, Any]:
-    """What a checkpoint holds beside tensors, of the `torch_dist` or the legacy `torch` format.
+    """Return what a checkpoint holds beside tensors, of the `torch_dist` or the legacy `torch` format.
 
     Args:
         path: the folder of one iteration.
@@ -32,7 +31,8 @@ def common_state(path: Path) -> Mapping[str, Any]:
     Returns:
         `args` (a namespace), `iteration`, ...; of a legacy checkpoint the first rank's, with tensors left on disk.
     """
-    dist_checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
+    from megatron.core import dist_checkpointing
+
     if dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         state: Mapping[str, Any] = dist_checkpointing.load_common_state_dict(str(path))
         return state
@@ -47,20 +47,22 @@ def sharding_type(state: Mapping[str, Any]) -> str | None:
     Args:
         state: from `common_state`.
     """
-    dist_checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
+    from megatron.core import dist_checkpointing
+
     content = dist_checkpointing.load_content_metadata(preloaded_state_dict=state) or {}
     kind: str | None = content.get("distrib_optim_sharding_type")
     return kind
 
 
 def survives_resharding(kind: str) -> bool:
-    """Whether optimizer state of this sharding type can be loaded under other tensor- and pipeline-parallel sizes."""
-    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    """Return whether optimizer state of this sharding type loads under other tensor- and pipeline-parallel sizes."""
+    from megatron.core.optimizer import distrib_optimizer as optimizer
+
     return kind in optimizer.DistributedOptimizer.checkpoint_fully_reshardable_formats
 
 
 def least_file_bytes(path: Path) -> dict[str, int]:
-    """By file of a `torch_dist` checkpoint, the bytes that its index says it has at least."""
+    """Return, by file of a `torch_dist` checkpoint, the bytes that its index says it has at least."""
     sizes: dict[str, int] = {}
     for place in FileSystemReader(path).read_metadata().storage_data.values():
         sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
@@ -68,7 +70,7 @@ def least_file_bytes(path: Path) -> dict[str, int]:
 
 
 def network_settings(args: Namespace) -> dict[str, Any]:
-    """What Megatron would build the network from, by field of its configuration classes; nothing is built or checked.
+    """Return what Megatron would build the network from, by field of its configurations; nothing is built or checked.
 
     Args:
         args: validated arguments, of this run or out of a checkpoint.
@@ -77,10 +79,11 @@ def network_settings(args: Namespace) -> dict[str, Any]:
         The fields that the arguments determine. How the work is divided over ranks (`ModelParallelConfig`) and what
         this Megatron does not pass on is not among them.
     """
-    argument_utils = importlib.import_module("megatron.training.argument_utils")
-    transformer_config = importlib.import_module("megatron.core.transformer.transformer_config")
-    parallel = importlib.import_module("megatron.core.model_parallel_config")
-    gpt = importlib.import_module("megatron.training.models.gpt")
+    from megatron.core import model_parallel_config as parallel
+    from megatron.core.transformer import transformer_config
+    from megatron.training import argument_utils
+    from megatron.training.models import gpt
+
     named = copy.copy(args)
     # Each of these names another class or a file; their values are compared as they are.
     apart = ("multi_latent_attention", "heterogeneous_layers_config_path", "spec", "te_precision_config_file")
@@ -124,7 +127,7 @@ class Expected:
 
 
 def stored_weights(path: Path) -> dict[str, tuple[int, ...]]:
-    """Global shape of every weight in a `torch_dist` checkpoint, without the optimizer's state."""
+    """Return the global shape of every weight in a `torch_dist` checkpoint, without the optimizer's state."""
     entries = FileSystemReader(path).read_metadata().state_dict_metadata
     return {
         key: tuple(entry.size)
@@ -134,18 +137,19 @@ def stored_weights(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def expected_weights(models: Sequence[Any], state: Mapping[str, Any], pipeline_group: Any) -> dict[str, Expected]:
-    """What a model asks of a checkpoint, on all pipeline stages.
+    """Return what a model asks of a checkpoint, on all pipeline stages.
 
     Args:
         models: the model chunks of this stage.
         state: from `common_state`: a model names its tensors as the checkpoint's content says.
         pipeline_group: process group of the stages. All its ranks call.
     """
-    dist_checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
-    mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")
-    utils = importlib.import_module("megatron.core.dist_checkpointing.dict_utils")
-    unwrap = importlib.import_module("megatron.core.utils")
-    mpu = importlib.import_module("megatron.core.parallel_state")
+    from megatron.core import dist_checkpointing
+    from megatron.core import parallel_state as mpu
+    from megatron.core import utils as unwrap
+    from megatron.core.dist_checkpointing import dict_utils as utils
+    from megatron.core.dist_checkpointing import mapping
+
     content = dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=state) or {})
     content["dp_cp_group"] = mpu.get_data_parallel_group(with_context_parallel=True)
     own: dict[str, Expected] = {}
@@ -161,11 +165,12 @@ def expected_weights(models: Sequence[Any], state: Mapping[str, Any], pipeline_g
 
 
 def save_clean_length() -> None:
-    """Lets checkpoints carry L as ``seq_length``, where Megatron's schedules need the rows of both copies.
+    """Let checkpoints carry L as `seq_length`, where Megatron's schedules need the rows of both copies.
 
-    Stock Megatron takes its own sequence length from there with ``--use-checkpoint-args``.
+    Stock Megatron takes its own sequence length from there with `--use-checkpoint-args`.
     """
-    checkpointing = importlib.import_module("megatron.training.checkpointing")
+    from megatron.training import checkpointing
+
     stock = checkpointing.generate_state_dict
     if hasattr(stock, "__wrapped__"):
         return

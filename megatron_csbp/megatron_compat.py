@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every touch of a Megatron or Transformer Engine symbol that is not public API.
 
-The table in :mod:`megatron_csbp.required_symbols` names each such symbol, and a contract test checks them one by one.
+The table in `megatron_csbp.required_symbols` names each such symbol, and a contract test checks them one by one.
 To use another symbol, add a function here that wraps it, and a row there.
 
-Nothing here imports Megatron until it is called: :func:`megatron_csbp.cpu_runtime.install` has to run first.
+Nothing here imports Megatron until it is called: `megatron_csbp.cpu_runtime.install` has to run first.
 """
 
 import contextlib
@@ -27,15 +27,16 @@ __all__ = ["REQUIRED_SYMBOLS", "RequiredSymbol", "check_megatron_version", "mega
 
 
 def ensure_dataset_helpers() -> None:
-    """Keeps Megatron from compiling its dataset index builder where that is already compiled.
+    """Keep Megatron from compiling its dataset index builder where that is already compiled.
 
-    Megatron runs ``make`` at every start. The wheel has the compiled module but no Makefile, so the run would end
+    Megatron runs `make` at every start. The wheel has the compiled module but no Makefile, so the run would end
     there, with CUDA or without. In a source checkout, which has the Makefile, Megatron compiles as usual.
 
     Raises:
         ImportError: If there is neither the compiled module nor a Makefile.
     """
-    utils = importlib.import_module("megatron.core.datasets.utils")
+    from megatron.core.datasets import utils
+
     folder = Path(inspect.getfile(utils)).parent
     if (folder / "Makefile").exists():
         return
@@ -50,7 +51,7 @@ def ensure_dataset_helpers() -> None:
 
 
 def _already_compiled() -> None:
-    """Stands in for Megatron's ``compile_helpers`` where the compiled module exists."""
+    """Stand in for Megatron's `compile_helpers` where the compiled module exists."""
 
 
 def parse_and_validate_arguments(
@@ -60,25 +61,26 @@ def parse_and_validate_arguments(
     before_validation: Callable[[Namespace], None],
     after_validation: Callable[[Namespace], None],
 ) -> Namespace:
-    """Parses the command line as Megatron's ``parse_and_validate_args`` does, with hooks around its validation.
+    """Parse the command line as Megatron's `parse_and_validate_args` does, with hooks around its validation.
 
     Args:
         extra_args_provider: Adds flags to Megatron's parser.
         args_defaults: Values for arguments that the command line leaves at None.
-        before_checkpoint: Called with the parsed arguments if some are to come out of a checkpoint: the place to see
+        before_checkpoint: called with the parsed arguments if some are to come out of a checkpoint: the place to see
             whether it can be read. Megatron leaves with status 0 where it cannot.
-        before_validation: Called with the parsed arguments; what it changes, Megatron validates.
-        after_validation: Called with the validated arguments, after Megatron has built tokenizer, timers, writers and
-            the calculator of batch sizes, whose schedule counts tokens by ``args.seq_length``.
+        before_validation: called with the parsed arguments; what it changes, Megatron validates.
+        after_validation: called with the validated arguments, after Megatron has built tokenizer, timers, writers and
+            the calculator of batch sizes, whose schedule counts tokens by `args.seq_length`.
 
     Returns:
         The arguments, which are also Megatron's global ones.
     """
-    arguments = importlib.import_module("megatron.training.arguments")
-    global_vars = importlib.import_module("megatron.training.global_vars")
+    from megatron.training import arguments, global_vars
+
     args: Namespace = arguments.parse_args(extra_args_provider)
     if args.use_checkpoint_args or args_defaults.get("use_checkpoint_args", False):
-        checkpointing = importlib.import_module("megatron.training.checkpointing")
+        from megatron.training import checkpointing
+
         if args.load is None and args.pretrained_checkpoint is None:
             raise ValueError("--use-checkpoint-args needs --load or --pretrained-checkpoint with a checkpoint folder.")
         before_checkpoint(args)
@@ -94,9 +96,9 @@ def parse_and_validate_arguments(
 
 
 def make_help_printable(parser: ArgumentParser) -> None:
-    """Shows help texts that argparse cannot format as they were written.
+    """Show help texts that argparse cannot format as they were written.
 
-    Megatron 0.19.2 has one with a bare percent sign, on which ``--help`` ends in an error.
+    Megatron 0.19.2 has one with a bare percent sign, on which `--help` ends in an error.
     """
     for action in parser._actions:
         try:
@@ -106,26 +108,30 @@ def make_help_printable(parser: ArgumentParser) -> None:
 
 
 def context_parallel_rank() -> int:
-    """The rank of this process in its context group."""
-    rank: int = importlib.import_module("megatron.core.parallel_state").get_context_parallel_rank()
+    """Return the rank of this process in its context group."""
+    from megatron.core.parallel_state import get_context_parallel_rank
+
+    rank: int = get_context_parallel_rank()
     return rank
 
 
 def current_device() -> torch.device:
-    """The device that Megatron's tensors live on (on the CPU runtime ``torch.cuda`` answers with the CPU)."""
+    """Return the device that Megatron's tensors live on (on the CPU runtime `torch.cuda` answers with the CPU)."""
     return torch.empty(0, device=torch.cuda.current_device()).device
 
 
 def first_vocabulary_id(local_vocab_size: int, padded_vocab_size: int) -> int:
-    """The first token id whose logit this tensor-parallel rank holds."""
-    mpu = importlib.import_module("megatron.core.parallel_state")
+    """Return the first token id whose logit this tensor-parallel rank holds."""
+    from megatron.core import parallel_state as mpu
+
     rank: int = mpu.get_tensor_model_parallel_rank()
     return 0 if local_vocab_size == padded_vocab_size else rank * local_vocab_size
 
 
 def stage_needs_batch(model: Any) -> bool:
-    """Whether a pipeline stage embeds tokens or computes the loss."""
-    utils = importlib.import_module("megatron.core.utils")
+    """Return whether a pipeline stage embeds tokens or computes the loss."""
+    from megatron.core import utils
+
     return bool(
         utils.get_attr_wrapped_model(model, "pre_process") or utils.get_attr_wrapped_model(model, "post_process")
     )
@@ -133,16 +139,20 @@ def stage_needs_batch(model: Any) -> bool:
 
 @contextlib.contextmanager
 def batch_timer() -> Iterator[None]:
-    """Megatron's ``batch-generator`` timer, which ``pretrain`` requires of a forward step."""
-    timer = importlib.import_module("megatron.training.global_vars").get_timers()("batch-generator", log_level=2)
+    """Return Megatron's `batch-generator` timer, which `pretrain` requires of a forward step."""
+    from megatron.training.global_vars import get_timers
+
+    timer = get_timers()("batch-generator", log_level=2)
     timer.start()
     yield
     timer.stop()
 
 
 def check_loss(loss: Tensor, args: Namespace) -> None:
-    """Lets Megatron's rerun machine stop or diagnose a NaN, infinite or (on request) spiky local loss."""
-    machine = importlib.import_module("megatron.core.rerun_state_machine").get_rerun_state_machine()
+    """Let Megatron's rerun machine stop or diagnose a NaN, infinite or (on request) spiky local loss."""
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         for is_bad, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
             machine.validate_result(
@@ -163,18 +173,19 @@ def check_loss(loss: Tensor, args: Namespace) -> None:
 
 
 def gather_sequence(hidden_states: Tensor, config: Any) -> Tensor:
-    """Gathers sequence-parallel rows, so that single rows can be picked for `output_layer_of_whole_rows`.
+    """Gather sequence-parallel rows, so that single rows can be picked for `output_layer_of_whole_rows`.
 
     Args:
         hidden_states: Rows of this rank, [S / tensor-parallel size, B, H] with sequence parallelism, else [S, B, H].
-        config: The model's ``TransformerConfig``.
+        config: the model's `TransformerConfig`.
 
     Returns:
         [S, B, H], on every tensor-parallel rank.
     """
     if not config.sequence_parallel:
         return hidden_states
-    mappings = importlib.import_module("megatron.core.tensor_parallel")
+    from megatron.core import tensor_parallel as mappings
+
     # The output layer all-reduces its input gradient, so the gather's own backward only takes this rank's part.
     gathered: Tensor = mappings.gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
     return gathered
@@ -185,8 +196,8 @@ def output_layer_of_whole_rows(output_layer: Any, config: Any) -> Iterator[None]
     """While open, the output layer takes rows that are whole on every tensor-parallel rank, and gathers nothing.
 
     Args:
-        output_layer: Megatron's ``ColumnParallelLinear``.
-        config: The model's ``TransformerConfig``.
+        output_layer: Megatron's `ColumnParallelLinear`.
+        config: the model's `TransformerConfig`.
     """
     output_layer.sequence_parallel = False
     try:
@@ -196,7 +207,7 @@ def output_layer_of_whole_rows(output_layer: Any, config: Any) -> Iterator[None]
 
 
 def rank_loads_data(vp_stage: int | None = None, on_every_stage: bool = False) -> bool:
-    """Whether this rank reads samples: its stage embeds tokens or computes the loss, or all stages do.
+    """Return whether this rank reads samples: its stage embeds tokens or computes the loss, or all stages do.
 
     Every tensor-parallel rank reads for itself: it then knows all sizes on the host, and nothing is broadcast.
     """
@@ -204,45 +215,50 @@ def rank_loads_data(vp_stage: int | None = None, on_every_stage: bool = False) -
 
 
 def rank_loads_data_group(vp_stage: int | None = None) -> bool:
-    """Whether this rank's stage gets samples in any case: it embeds tokens or computes the loss."""
-    utils = importlib.import_module("megatron.training.utils")
+    """Return whether this rank's stage gets samples in any case: it embeds tokens or computes the loss."""
+    from megatron.training import utils
+
     return bool(utils.is_first_or_last_pipeline_stage(vp_stage))
 
 
 def local_norm_class() -> type:
-    """The norm that Megatron's local layer specs use where Apex is absent."""
-    norm: type = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    """Return the norm that Megatron's local layer specs use where Apex is absent."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    norm: type = WrappedTorchNorm
     return norm
 
 
 def block_submodules(config: Any, spec: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> Any:
-    """Turns a layer spec into the spec of the block of layers that this pipeline stage builds.
+    """Turn a layer spec into the spec of the block of layers that this pipeline stage builds.
 
     Args:
-        config: Megatron's ``TransformerConfig``.
-        spec: ``ModuleSpec`` of a layer; a block spec is returned as it is.
+        config: Megatron's `TransformerConfig`.
+        spec: `ModuleSpec` of a layer; a block spec is returned as it is.
         vp_stage: Virtual pipeline stage, for the interleaved schedule.
         pp_rank: Pipeline rank; this rank's by default.
 
     Returns:
-        ``TransformerBlockSubmodules`` with the layers and the final norm.
+        `TransformerBlockSubmodules` with the layers and the final norm.
     """
-    block = importlib.import_module("megatron.core.transformer.transformer_block")
+    from megatron.core.transformer import transformer_block as block
+
     return block._get_block_submodules(config, spec, vp_stage, pp_rank)
 
 
 def next_autoregressive_batch(
     data_iterator: Iterator[dict[str, Tensor]] | None, model: Any, args: Namespace
 ) -> dict[str, Tensor | None] | None:
-    """The next micro-batch of an autoregressive run, cut to this context-parallel rank; None on a middle stage.
+    """Return the next micro-batch of an autoregressive run, cut to this context-parallel rank; None on a middle stage.
 
     Args:
         data_iterator: Yields samples of a GPT dataset; used on the first tensor-parallel rank only.
-        model: The (wrapped) GPT stage.
+        model: the (wrapped) GPT stage.
         args: Megatron's arguments.
     """
-    utils = importlib.import_module("megatron.core.utils")
-    mpu = importlib.import_module("megatron.core.parallel_state")
+    from megatron.core import parallel_state as mpu
+    from megatron.core import utils
+
     if not rank_loads_data_group(utils.get_attr_wrapped_model(model, "vp_stage")):
         return None
     batch: dict[str, Tensor | None] = {}

@@ -2,7 +2,7 @@
 """What this package needs of Megatron-Core: its version, and every symbol that is not public API.
 
 A contract test checks the symbols one by one, so that a Megatron which moved one is told by its name. Nothing here
-imports Megatron until it is called: :func:`megatron_csbp.cpu_runtime.install` has to run first.
+imports Megatron until it is called: `megatron_csbp.cpu_runtime.install` has to run first.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ class RequiredSymbol:
     """A Megatron symbol that this package relies on.
 
     Attributes:
-        name: Dotted name: module, then attributes (``megatron.core.utils.get_pg_size``).
-        parameters: Names of parameters that we pass by keyword or replace; the callable must accept each of them.
-        used_for: What breaks without it.
+        name: dotted name: module, then attributes (`megatron.core.utils.get_pg_size`).
+        parameters: names of parameters that we pass by keyword or replace; the callable must accept each of them.
+        used_for: what breaks without it.
     """
 
     name: str
@@ -28,7 +28,7 @@ class RequiredSymbol:
     parameters: tuple[str, ...] = ()
 
     def resolve(self) -> object:
-        """Imports the module and returns the symbol.
+        """Import the module and return the symbol.
 
         Raises:
             ImportError: If the module or the attribute does not exist; the message names it.
@@ -51,7 +51,7 @@ class RequiredSymbol:
         raise ImportError(f"{self.name} ({self.used_for}): {parts[0]!r} cannot be imported")
 
     def check(self) -> None:
-        """Checks that the symbol exists and accepts its parameters.
+        """Check that the symbol exists and accepts its parameters.
 
         Raises:
             ImportError: If it does not; the message names the symbol and the parameter.
@@ -136,6 +136,21 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("megatron.core.transformer.transformer_config.MLATransformerConfig", "", "comparing networks"),
     ("megatron.core.model_parallel_config.ModelParallelConfig", "", "comparing networks"),
     ("megatron.training.models.gpt.GPTModelConfig", "", "comparing networks"),
+    ("megatron.training.global_vars.destroy_global_vars", "", "planning several jobs"),
+    (
+        "megatron.core.num_microbatches_calculator.destroy_num_microbatches_calculator",
+        "",
+        "planning several jobs",
+    ),
+    (
+        "megatron.core.parallel_state.initialize_model_parallel",
+        "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+        "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size create_gloo_process_groups",
+        "planning",
+    ),
+    ("megatron.core.parallel_state.destroy_model_parallel", "", "planning"),
+    ("megatron.core.tensor_parallel.random.model_parallel_cuda_manual_seed", "seed", "planning"),
+    ("megatron.core.process_groups_config.ProcessGroupCollection", "", "planning"),
     ("megatron.training.initialize.initialize_megatron", "", "generating text"),
     (
         "megatron.training.checkpointing.load_checkpoint",
@@ -256,13 +271,13 @@ REQUIRED_SYMBOLS: list[RequiredSymbol] = [
 
 
 def megatron_version() -> str:
-    """The version of the Megatron-Core that is imported, which need not be the one that pip knows."""
+    """Return the version of the Megatron-Core that is imported, which need not be the one that pip knows."""
     version: str = importlib.import_module("megatron.core").__version__
     return version.split("+")[0]  # Megatron adds the git revision of whatever repository the job was started in
 
 
 def check_megatron_version(version: str | None = None) -> None:
-    """Checks that Megatron-Core is one of the supported versions.
+    """Check that Megatron-Core is one of the supported versions.
 
     Args:
         version: Version to check; the imported one by default.

@@ -8,7 +8,7 @@ CUDA too, so block-diffusion runs get the correction on any device; on CUDA, pla
 - Megatron asks the optimizer how many steps it has taken before there is any state, and stops at an assertion.
 - It copies each parameter's step count from the loaded tensors. Those either have none, and it stops at a missing
   key, or have the count of the new optimizer, and the right one, set just before, is overwritten with 0.
-- It copies into fp32 parameters outside ``torch.no_grad()``, and autograd stops it.
+- It copies into fp32 parameters outside `torch.no_grad()`, and autograd stops it.
 - It gives every parameter the same step tensor. Adam counts in place, so after resuming the count would grow by the
   number of parameters in every iteration: a wrong bias correction, without any message.
 """
@@ -28,7 +28,7 @@ _MODULE = "megatron.core.optimizer.distrib_optimizer"
 
 
 def correct_distributed_optimizer_when_imported() -> None:
-    """Arranges that Megatron's distributed optimizer is corrected as soon as it is imported."""
+    """Arrange that Megatron's distributed optimizer is corrected as soon as it is imported."""
     sys.meta_path.insert(0, _Importer())
 
 
@@ -51,12 +51,12 @@ class _Importer(MetaPathFinder):
 
 
 def correct_distributed_optimizer_now() -> None:
-    """Corrects Megatron's distributed optimizer, unless that has been done."""
+    """Correct Megatron's distributed optimizer, unless that has been done."""
     correct_distributed_optimizer(importlib.import_module(_MODULE))
 
 
 def correct_distributed_optimizer(module: Any) -> None:
-    """Corrects the places above in ``DistributedOptimizer``; does nothing where Megatron has a fused Adam."""
+    """Correct the places above in `DistributedOptimizer`; do nothing where Megatron has a fused Adam."""
     cls = module.DistributedOptimizer
     if module.HAVE_APEX_OR_TE or hasattr(cls.load_state_dict, "__wrapped__"):
         return
@@ -90,7 +90,7 @@ def _is_torch_adam(optimizer: Any) -> bool:
 
 
 def _create_state(optimizer: Any) -> None:
-    """Gives an Adam that has not stepped yet the state with which its first step would start."""
+    """Give an Adam that has not stepped yet the state with which its first step would start."""
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     for state in optimizer.optimizer.state.values():
         state["step"] = torch.zeros(())

@@ -27,6 +27,8 @@ from megatron_csbp import (
     megatron_loading,
     megatron_start,
 )
+from megatron_csbp.agreement.exchange import check_agreement, job_store
+from megatron_csbp.agreement.start_facts import start_facts
 from megatron_csbp.configuration.argument_rules import check_vocabulary
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.checkpoint_rules import Start, check_files, check_start, use_checkpoint_length
@@ -71,6 +73,7 @@ def parse_and_validate_args(
     args_defaults: dict[str, Any] | None = None,
     set_defaults: Callable[[ArgumentParser], None] | None = None,
     yaml_path: Path | None = None,
+    changes: list[Change] | None = None,
 ) -> Namespace:
     """Parse Megatron's flags and ours, check every rule, and print the start summary on rank 0.
 
@@ -80,14 +83,14 @@ def parse_and_validate_args(
         args_defaults: as for Megatron's function.
         set_defaults: changes the defaults of the whole parser.
         yaml_path: what `--yaml-cfg` names, if it is no longer on the command line.
+        changes: takes what is changed among the arguments.
 
     Raises:
         ValueError: a rule is broken or a flag unknown, on every rank, before any collective.
     """
     from_command_line, sys.argv[1:] = take_yaml_flag(sys.argv[1:])
     yaml_path = yaml_path or from_command_line
-    given: set[str] = flags_given(sys.argv[1:])
-    changes: list[Change] = []
+    given, changes = flags_given(sys.argv[1:]), [] if changes is None else changes
     parsers: list[ArgumentParser] = []
 
     def add_flags(parser: ArgumentParser) -> ArgumentParser:
@@ -110,30 +113,18 @@ def parse_and_validate_args(
         check_training(args)
         check_hub_tokenizer(args)
         check_output_folders(args, makes_them=not is_dry_run(args))
-        if is_dry_run(args):
-            check_mode.leave_reporting_out(args)
+        check_mode.leave_reporting_out(args)
 
     def after(args: Namespace) -> None:
-        if arguments.is_block_diffusion(args):
-            changes.extend(_fill_in_after_validation(args))
+        changes.extend(_after_validation(args))
 
     args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
         _set_up_block_diffusion(args)
-    start = check_start(args, FlagNames(parsers[-1]))
-    if arguments.is_block_diffusion(args):
-        start = _with_new_rows(args, start)
+    start = _agreed_start(args, FlagNames(parsers[-1]))
     keep_others_out(args)
     print_start_summary(args, runtime, changes, start)
     return args
-
-
-def _fill_in_after_validation(args: Namespace) -> list[Change]:
-    """Set what needs tokenizer and validated arguments; return the changes."""
-    declared, spare = megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
-    changes = fill_mask_token(args, declared, spare)
-    changes += arguments.prepare_after_validation(args)
-    return changes + (prepare_own_geometries(args) if has_own_geometries(args) else [])
 
 
 def _with_new_rows(args: Namespace, start: Start) -> Start:
@@ -141,6 +132,18 @@ def _with_new_rows(args: Namespace, start: Start) -> Start:
     is_text = megatron_start.token_of(args.mask_token_id).is_text
     note = choose_new_rows(args, start, megatron_start.vocab_size(), is_text)
     return start if note is None else dataclasses.replace(start, notes=[*start.notes, note])
+
+
+def _after_validation(args: Namespace) -> list[Change]:
+    """Fill in what needs validated arguments and a tokenizer."""
+    changes: list[Change] = []
+    if arguments.is_block_diffusion(args):
+        declared, spare = megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
+        changes.extend(fill_mask_token(args, declared, spare))
+    changes.extend(arguments.prepare_after_validation(args))
+    if arguments.is_block_diffusion(args) and has_own_geometries(args):
+        changes.extend(prepare_own_geometries(args))
+    return changes
 
 
 def _check_device(args: Namespace, runtime: RuntimeInfo) -> None:
@@ -173,6 +176,23 @@ def _set_up_block_diffusion(args: Namespace) -> None:
     if args.full_validation:
         correct_full_validation_now(args)
     megatron_checkpoints.save_clean_length()
+
+
+def _agreed_start(args: Namespace, flags: FlagNames) -> Start:
+    """Hold the run against its checkpoint, and compare with all other ranks before any process group is made.
+
+    Raises:
+        ValueError: the checkpoint does not fit; or ranks start differently, or one does not come, on every rank.
+    """
+    start = check_start(args, flags)
+    if arguments.is_block_diffusion(args):
+        start = _with_new_rows(args, start)
+    # Without an address Megatron says itself what is missing.
+    if args.world_size > 1 and not is_dry_run(args) and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        timeout_s = 60.0 * args.distributed_timeout_minutes
+        store = job_store(os.environ, timeout_s)
+        check_agreement(store, args.rank, args.world_size, start_facts(args, start, flags), timeout_s)
+    return start
 
 
 def keep_others_out(args: Namespace) -> None:

@@ -94,6 +94,8 @@ def check_delta_net(args: Namespace) -> None:
             "--experimental-attention-variant gated_delta_net needs --linear-attention-freq; 4 makes three of four "
             "layers gated delta nets, as Qwen3.5 has them."
         )
+    _check_frequency(args.linear_attention_freq, args.num_layers)
+    _check_delta_net_sizes(args)
     if not args.swiglu:
         raise ValueError(
             "--experimental-attention-variant gated_delta_net needs --swiglu: its layers have the activation of the "
@@ -121,3 +123,34 @@ def check_delta_net(args: Namespace) -> None:
                 "Megatron 0.19 demands it of every model with gated delta nets; sizes whose product is one of "
                 f"{works} work."
             )
+
+
+def _check_frequency(frequency: int | list[int], num_layers: int) -> None:
+    """`--linear-attention-freq` is a number, or says for each layer whether it is a gated delta net."""
+    given = f"--linear-attention-freq {frequency}"
+    if isinstance(frequency, int):
+        if frequency < 1:
+            raise ValueError(f"{given} must be at least 1; 4 makes every fourth layer full attention.")
+    elif len(frequency) != num_layers or set(frequency) - {0, 1}:
+        raise ValueError(
+            f"{given} has {len(frequency)} entries and --num-layers is {num_layers}: it must have a 1 for each gated "
+            f"delta net and a 0 for each full attention, for example {'([1]*3+[0])*' + str(-(-num_layers // 4))}."
+        )
+
+
+def _check_delta_net_sizes(args: Namespace) -> None:
+    """Sizes of gated delta nets that Megatron asserts, or takes and computes nothing with."""
+    for flag, size, least in (
+        ("--linear-conv-kernel-dim", args.linear_conv_kernel_dim, 2),
+        ("--linear-key-head-dim", args.linear_key_head_dim, 1),
+        ("--linear-value-head-dim", args.linear_value_head_dim, 1),
+        ("--linear-num-key-heads", args.linear_num_key_heads, 1),
+    ):
+        if size < least:
+            raise ValueError(f"{flag} {size} must be at least {least}; leave it out for Megatron's default.")
+    keys, values = args.linear_num_key_heads, args.linear_num_value_heads
+    if values < 1 or values % keys:
+        raise ValueError(
+            f"--linear-num-value-heads {values} must be a multiple of --linear-num-key-heads {keys}, for example "
+            f"{max(1, -(-values // keys)) * keys}."
+        )

@@ -213,11 +213,11 @@ def build_train_valid_test_datasets(
         vp_stage: virtual pipeline stage, or None.
         is_built: whether this rank reads data, True on global rank 0 at least. None: on the first and the last
             pipeline stage, and on all where samples have geometries of their own.
-        sample_of: see :class:`BlockDiffusionDataset`.
-        plan_keys: see :class:`BlockDiffusionDataset`.
+        sample_of: see `BlockDiffusionDataset`.
+        plan_keys: see `BlockDiffusionDataset`.
 
     Returns:
-        Training, validation and test datasets: a :class:`BlockDiffusionDataset`, None where the split or the rank has
+        Training, validation and test datasets: a `BlockDiffusionDataset`, None where the split or the rank has
         none, or a list of them for `--multiple-validation-sets`.
 
     Raises:

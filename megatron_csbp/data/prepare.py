@@ -108,7 +108,7 @@ def prepare(args: argparse.Namespace) -> None:
     """Tokenize the inputs and write the dataset.
 
     Args:
-        args: as parsed by :func:`build_parser`.
+        args: as parsed by `build_parser`.
 
     Raises:
         ValueError: an input, the tokenizer or the output cannot be used.

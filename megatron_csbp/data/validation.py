@@ -48,7 +48,7 @@ def validate_data_files(args: Any, tokenizer: Any = None, mask_advice: str = "an
     Raises:
         ValueError: a rule is broken; names the flag, the value, the rule and what works.
     """
-    blend, blend_per_split = _blends(args)
+    blend, blend_per_split = blends(args)
     has_data = blend is not None or blend_per_split is not None
     if args.mock_data:
         if has_data:
@@ -96,7 +96,7 @@ def _check_validation_set(blend_per_split: list[Blend | None] | None, args: Any)
         )
 
 
-def _blends(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
+def blends(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
     """Return what the data flags name, as Megatron reads them, with its bare assertions put into words."""
     try:
         blend, blend_per_split = get_blend_and_blend_per_split(args)

@@ -57,7 +57,7 @@ class BlockDiffusionObjective(Objective):
             )
 
     def place(self, clean: CleanRows, noises: Sequence[SampleNoise], rows: RankRows) -> LossRows:
-        """See :meth:`Objective.place`."""
+        """See `Objective.place`."""
         levels = np.stack([noise.block_levels(rows.sample.num_blocks) for noise in noises])
         times = block_values(noise_times(levels, self.config.noise_eps), rows)
         is_masked = masked_rows(clean, noises, rows, self.schedule.move_chance(times))
@@ -72,7 +72,7 @@ class BlockDiffusionObjective(Objective):
         )
 
     def reports(self, sums: LossSums, evaluating: bool) -> Reports:
-        """See :meth:`Objective.reports`."""
+        """See `Objective.reports`."""
         reports = {"lm loss": ratio(sums.corrupted_loss, sums.num_tokens)}
         if evaluating:
             reports["nelbo"] = ratio(sums.corrupted_loss, sums.num_supervised)

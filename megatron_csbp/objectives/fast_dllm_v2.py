@@ -64,7 +64,7 @@ class FastDllmV2Objective(Objective):
                 )
 
     def place(self, clean: CleanRows, noises: Sequence[SampleNoise], rows: RankRows) -> LossRows:
-        """See :meth:`Objective.place`. Both views use the noise of view 0."""
+        """See `Objective.place`. Both views use the noise of view 0."""
         masked, next_masked = self._masks(clean, noises[0], rows)
         weights = next_masked & rows.is_corrupted
         num_tokens = int(np.count_nonzero(weights))
@@ -94,5 +94,5 @@ class FastDllmV2Objective(Objective):
         return in_view[0] & clean.supervised, in_view[1] & clean.next_token_supervised
 
     def reports(self, sums: LossSums, evaluating: bool) -> Reports:
-        """See :meth:`Objective.reports`. With weights of 1 the loss bounds no likelihood, so there is no `nelbo`."""
+        """See `Objective.reports`. With weights of 1 the loss bounds no likelihood, so there is no `nelbo`."""
         return {"lm loss": ratio(sums.corrupted_loss, sums.num_tokens)}

@@ -70,7 +70,7 @@ class NemotronObjective(Objective):
         self.loss_on_clean_rows = self.ar_loss_weight > 0.0
 
     def place(self, clean: CleanRows, noises: Sequence[SampleNoise], rows: RankRows) -> LossRows:
-        """See :meth:`Objective.place`."""
+        """See `Objective.place`."""
         levels = np.array([noise.sequence_level() for noise in noises])
         chance = noise_times(levels, self.config.noise_eps)[np.maximum(rows.copies, 0)]
         is_masked = masked_rows(clean, noises, rows, chance)
@@ -85,7 +85,7 @@ class NemotronObjective(Objective):
         )
 
     def reports(self, sums: LossSums, evaluating: bool) -> Reports:
-        """See :meth:`Objective.reports`."""
+        """See `Objective.reports`."""
         diffusion = ratio(sums.corrupted_loss / self.diffusion_loss_weight, sums.num_supervised)
         reports = {
             "lm loss": ratio(sums.corrupted_loss + sums.clean_loss, sums.num_tokens),

@@ -2,7 +2,7 @@
 """Noise schedules of masked diffusion: how likely a token is masked at time t, and what its loss then weighs.
 
 With alpha(t) the chance that a token is still clean, a schedule is its move chance p(t) = 1 - alpha(t), and the NELBO
-weighs the loss of a masked token by w(t) = |alpha'(t)| / (1 - alpha(t)) = p'(t) / p(t), which is positive. Then the
+weighs the loss of a masked token by `w(t) = |alpha'(t)| / (1 - alpha(t)) = p'(t) / p(t)`, which is positive. Then the
 mean weight of a token, E[1(masked) w], is the integral of p' over t: 1 for log-linear on any interval of t.
 
 The formulas are BD3-LM's (arXiv 2503.09573) without the small constants that its code adds to p: t never goes below

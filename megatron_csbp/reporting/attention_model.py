@@ -18,18 +18,32 @@ from megatron_csbp.transformer.geometry.tiles import KeySource, MaskKind, Repeat
 from megatron_csbp.transformer.geometry.visibility import CleanAttention, Mask
 from megatron_csbp.transformer.head_groups import default_head_groups
 
-FORWARD_RATE, BACKWARD_RATE = 600e12, 450e12
-"""Operations a second of large unmasked bf16 tiles; 989e12 is the most that the hardware has."""
-MEMORY_RATE = 4.0e12
-"""Bytes a second; 4.8e12 is the most that the hardware has."""
-LAUNCH_SECONDS = 5e-6
-"""The least that a launch takes: an empty kernel, or the host between two launches."""
 BLOCK = 128
 """Rows and keys that a kernel computes at a time, whether they are there or not."""
 
 _FORWARD_KERNELS, _BACKWARD_KERNELS = 1, 3  # backward: rows' sums before it, the conversion of a gradient after it
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5  # matrix products, of 2 D operations for each pair and head
 _BF16, _FP32 = 2, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast a GPU computes attention in bf16. The defaults are an H200's.
+
+    Attributes:
+        forward: operations a second of large unmasked tiles in the forward pass; the H200's peak is 989e12.
+        backward: the same in the backward pass.
+        memory: bytes a second; the H200's peak is 4.8e12.
+        launch_seconds: the least that a launch takes: an empty kernel, or the host between two launches.
+    """
+
+    forward: float = 600e12
+    backward: float = 450e12
+    memory: float = 4.0e12
+    launch_seconds: float = 5e-6
+
+
+H200 = Rates()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,34 +87,54 @@ class TileCost:
     backward: Pass
 
 
-def tile_costs(plan: AttentionPlan, heads: Heads, num_head_groups: int = 1) -> list[TileCost]:
+def tile_costs(plan: AttentionPlan, heads: Heads, num_head_groups: int = 1, rates: Rates = H200) -> list[TileCost]:
     """Return the cost of each tile that is computed by a fused kernel of its own, in the order of the plan.
 
     Args:
         plan: the rank's tiles.
         heads: heads on this rank.
         num_head_groups: groups of heads for which tiles with gathered keys run one after the other.
+        rates: of the GPU.
     """
     return [
-        _tile_cost(tile, heads, num_head_groups if tile.key_source is KeySource.GATHERED else 1) for tile in plan.tiles
+        _tile_cost(tile, heads, num_head_groups if tile.key_source is KeySource.GATHERED else 1, rates)
+        for tile in plan.tiles
     ]
+
+
+def tile_workspace(tile: Tile, heads: Heads, groups: int = 1) -> int:
+    """Return the bytes that the backward pass of a tile allocates, for one sequence.
+
+    Copies of what does not lie in one piece, gradients of queries, keys and values in bf16, and the fp32 sum of query
+    gradients that fused kernels keep inside.
+
+    Args:
+        tile: the tile.
+        heads: heads on the rank.
+        groups: groups of heads for which the tile runs one after the other.
+    """
+    queries = tile.query.num_problems * tile.query.num_rows * heads.num_query_heads * heads.head_dim // groups
+    keys = tile.key.num_problems * tile.key.num_rows * heads.num_key_value_heads * heads.head_dim // groups
+    copied_rows = _is_copied(tile.query, groups) or tile.folds_heads
+    copies = _BF16 * (3 * copied_rows * queries + 2 * _is_copied(tile.key, 1) * keys)
+    return copies + _BF16 * (queries + 2 * keys) + _FP32 * queries
 
 
 def causal_seconds(pairs: int, heads: Heads) -> tuple[float, float]:
     """Return the modelled times of one causal call with so many pairs, forward and backward: the yardstick."""
     blocks = round((2 * pairs) ** 0.5 / BLOCK)
     executed = blocks * (blocks + 1) // 2 * BLOCK * BLOCK * heads.num_query_heads
-    return _kernel_seconds(executed, heads.head_dim)
+    return _kernel_seconds(executed, heads.head_dim, H200)
 
 
-def _kernel_seconds(executed: int, head_dim: int) -> tuple[float, float]:
+def _kernel_seconds(executed: int, head_dim: int, rates: Rates) -> tuple[float, float]:
     per_product = 2 * head_dim * executed
-    return _FORWARD_PRODUCTS * per_product / FORWARD_RATE, _BACKWARD_PRODUCTS * per_product / BACKWARD_RATE
+    return _FORWARD_PRODUCTS * per_product / rates.forward, _BACKWARD_PRODUCTS * per_product / rates.backward
 
 
-def _tile_cost(tile: Tile, heads: Heads, groups: int) -> TileCost:
+def _tile_cost(tile: Tile, heads: Heads, groups: int, rates: Rates) -> TileCost:
     pairs = tile.num_pairs * heads.num_query_heads
-    kernel = _kernel_seconds(_executed_pairs(tile, heads), heads.head_dim)
+    kernel = _kernel_seconds(_executed_pairs(tile, heads), heads.head_dim, rates)
     problems, rows, keys = tile.query.num_problems, tile.query.num_rows, tile.key.num_rows
     row_elements = problems * rows * heads.num_query_heads * heads.head_dim
     key_elements = problems * keys * heads.num_key_value_heads * heads.head_dim
@@ -113,9 +147,9 @@ def _tile_cost(tile: Tile, heads: Heads, groups: int) -> TileCost:
     return TileCost(
         tile=tile,
         forward=_pass(
-            kernel[0], _FORWARD_KERNELS, copies, 2 if tile.writes_first else 1, merged, groups, pairs, heads
+            kernel[0], _FORWARD_KERNELS, copies, 2 if tile.writes_first else 1, merged, groups, pairs, heads, rates
         ),
-        backward=_pass(kernel[1], _BACKWARD_KERNELS, back_copies, 3, added, groups, pairs, heads),
+        backward=_pass(kernel[1], _BACKWARD_KERNELS, back_copies, 3, added, groups, pairs, heads, rates),
     )
 
 
@@ -128,6 +162,7 @@ def _pass(
     groups: int,
     pairs: int,
     heads: Heads,
+    rates: Rates,
 ) -> Pass:
     memory_bytes = 2 * _BF16 * sum(copied_elements) + updated_bytes
     launches = groups * (kernels + sum(map(bool, copied_elements)) + updates)
@@ -136,7 +171,7 @@ def _pass(
         launches=launches,
         memory_bytes=memory_bytes,
         operations=products * 2 * heads.head_dim * pairs,
-        seconds=max(launches * LAUNCH_SECONDS, kernel_seconds + memory_bytes / MEMORY_RATE),
+        seconds=max(launches * rates.launch_seconds, kernel_seconds + memory_bytes / rates.memory),
     )
 
 

@@ -119,7 +119,7 @@ def scalars(interval: Interval, args: Namespace, peak: float | None) -> dict[str
 
 
 def line(interval: Interval, args: Namespace, peak: float | None) -> str:
-    """Return the line of progress; arguments as for :func:`scalars`."""
+    """Return the line of progress; arguments as for `scalars`."""
     values = scalars(interval, args, peak)
     minutes, seconds = divmod(round(values["eta-seconds"]), 60)
     mfu = f", MFU {values['mfu']:.1%}" if "mfu" in values else ""

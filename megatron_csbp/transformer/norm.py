@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms for Megatron's local layer specs that work under sequence parallelism, and with a zero-centred weight.
 
-Megatron's ``WrappedTorchNorm`` refuses sequence parallelism, although PyTorch's norms only lack a mark: each rank sees
+Megatron's `WrappedTorchNorm` refuses sequence parallelism, although PyTorch's norms only lack a mark: each rank sees
 its own rows, so the gradients of the norm's parameters have to be summed over the tensor-parallel group, and Megatron
-does that for parameters marked ``sequence_parallel``.
+does that for parameters marked `sequence_parallel`.
 
-With ``--apply-layernorm-1p`` the weight is stored without the 1 around which it lies, as Transformer Engine does it
+With `--apply-layernorm-1p` the weight is stored without the 1 around which it lies, as Transformer Engine does it
 and as the checkpoints of Gemma and Qwen3.5 have it.
 """
 
@@ -24,7 +24,7 @@ class ZeroCentredRMSNorm(torch.nn.RMSNorm):
     """RMSNorm that scales by 1 + weight; the weight starts at 0."""
 
     def reset_parameters(self) -> None:
-        """Starts as the identity scale."""
+        """Start as the identity scale."""
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class ZeroCentredLayerNorm(torch.nn.LayerNorm):
     """LayerNorm that scales by 1 + weight; weight and bias start at 0."""
 
     def reset_parameters(self) -> None:
-        """Starts as the identity scale."""
+        """Start as the identity scale."""
         torch.nn.init.zeros_(self.weight)
         torch.nn.init.zeros_(self.bias)
 
@@ -55,22 +55,22 @@ _NORMS: dict[str, tuple[type[torch.nn.Module], type[torch.nn.Module]]] = {
 class SequenceParallelNorm:
     """PyTorch's LayerNorm or RMSNorm with parameters marked for sequence parallelism.
 
-    A drop-in for Megatron's ``WrappedTorchNorm``: the same arguments, module class, state-dict keys and numbers. Like
-    it, this class builds a plain PyTorch module and has no instances. With ``layernorm_zero_centered_gamma``, which
-    ``WrappedTorchNorm`` refuses, it builds the norm with a zero-centred weight.
+    A drop-in for Megatron's `WrappedTorchNorm`: the same arguments, module class, state-dict keys and numbers. Like
+    it, this class builds a plain PyTorch module and has no instances. With `layernorm_zero_centered_gamma`, which
+    `WrappedTorchNorm` refuses, it builds the norm with a zero-centred weight.
 
     Args:
-        config: Megatron's ``TransformerConfig``.
+        config: Megatron's `TransformerConfig`.
         hidden_size: Size of the normalised (last) dimension.
         eps: Added to the variance.
-        unused: Arguments that ``WrappedTorchNorm`` also takes and ignores.
+        unused: arguments that `WrappedTorchNorm` also takes and ignores.
 
     Raises:
         ValueError: If the config asks for something that PyTorch's norms do not have.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:  # type: ignore[misc]
-        """Builds the norm."""
+        """Build the norm."""
         _check(config)
         norm_class = _NORMS[config.normalization][bool(config.layernorm_zero_centered_gamma)]
         norm = norm_class(normalized_shape=hidden_size, eps=eps)
@@ -92,13 +92,13 @@ def _check(config: Any) -> None:
 
 
 def with_sequence_parallel_norm(spec: Any) -> Any:
-    """Copies a layer or block spec with every ``WrappedTorchNorm`` replaced by :class:`SequenceParallelNorm`.
+    """Copy a layer or block spec with every `WrappedTorchNorm` replaced by `SequenceParallelNorm`.
 
     The final norm of a model belongs to its block, so a layer spec does not name it and Megatron adds its own. Under
-    sequence parallelism turn a layer spec into a block spec first, with :func:`megatron_compat.block_submodules`.
+    sequence parallelism turn a layer spec into a block spec first, with `megatron_compat.block_submodules`.
 
     Args:
-        spec: ``ModuleSpec`` of a layer, or ``TransformerBlockSubmodules``. It is not changed.
+        spec: `ModuleSpec` of a layer, or `TransformerBlockSubmodules`. It is not changed.
 
     Returns:
         The copy. Norms of other kinds (Transformer Engine, Apex, none) stay as they are.
@@ -109,7 +109,7 @@ def with_sequence_parallel_norm(spec: Any) -> Any:
 
 
 def _replace(node: Any, old: type, seen: set[int]) -> None:
-    """Replaces in place below lists and dataclasses; specs and submodules are dataclasses."""
+    """Replace in place below lists and dataclasses; specs and submodules are dataclasses."""
     if id(node) in seen:
         return
     seen.add(id(node))

@@ -2,8 +2,8 @@
 """The model families: for each, one table of tensors and one of settings, used in both directions.
 
 To add a family, put it together here and list it in `FAMILIES`; tensors that no other family has go into
-:mod:`tensor_tables`. A layer of another kind is a `kind` of its own in `ModelShape.layer_kinds`, and another way to
-keep tensors a layout in :mod:`layouts`.
+`tensor_tables`. A layer of another kind is a `kind` of its own in `ModelShape.layer_kinds`, and another way to
+keep tensors a layout in `layouts`.
 """
 
 from collections.abc import Mapping

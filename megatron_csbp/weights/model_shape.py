@@ -17,7 +17,7 @@ class ModelShape:
         dims: sizes by name: `hidden`, `ffn`, `queries`, `keys` (rows of the projections), `head`, `vocab` (rows in
             Hugging Face's embedding), `padded_vocab` (in Megatron's), `experts`, `expert_ffn`; see also
             `_linear_dims`.
-        layer_kinds: for each layer, its kinds; a rule of :mod:`families` may be for layers of one kind only.
+        layer_kinds: for each layer, its kinds; a rule of `families` may be for layers of one kind only.
         tied: one tensor is embedding and output layer.
     """
 

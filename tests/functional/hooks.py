@@ -4,6 +4,7 @@
 import functools
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from megatron.core.transformer.mlp import MLP
 
-from megatron_csbp import arguments, forward_step, megatron_checkpoints, training_setup
+from megatron_csbp import arguments, forward_step, megatron_checkpoints, training_setup, versions
 from megatron_csbp.objectives import block_diffusion, nemotron
 from megatron_csbp.objectives.interface import BoolArray, CleanRows, FloatArray
 from megatron_csbp.objectives.noise import SampleNoise
@@ -71,6 +72,20 @@ def _sample_of_documents(static: Sample, index: int) -> Sample:
     active[0, draws.integers(static.num_blocks)] = True
     documents = packed_documents(lengths, static.block_size)
     return Sample(static.length, static.block_size, static.num_views, documents, active)
+
+
+def start_otherwise_on_rank_1() -> None:
+    """Let rank 1 have another learning rate, seed and NumPy."""
+    if os.environ["RANK"] == "1":
+        sys.argv += ["--lr", "0.001", "--seed", "8"]
+        package_version = versions.package_version
+        versions.package_version = lambda name: "1.26.0" if name == "numpy" else package_version(name)
+
+
+def start_with_another_size_on_rank_1() -> None:
+    """Let rank 1 be of a job with another tensor-parallel size, with which it would make other groups."""
+    if os.environ["RANK"] == "1":
+        sys.argv += ["--tensor-model-parallel-size", "2", "--context-parallel-size", "1", "--bp-size", "1"]
 
 
 def is_last_rank() -> bool:

@@ -97,7 +97,7 @@ def _make_qwen3_5(folder: Path, dtype: torch.dtype, *, whole: bool, tied: bool) 
             elif parameter.dim() == 1:
                 parameter.uniform_(-0.4, 0.4)
             else:  # so that gates are far from one half
-                parameter.mul_(4)
+                parameter.mul_(3)
     model.to(dtype).save_pretrained(folder)  # type: ignore[operator]
     if whole:
         file = folder / "model.safetensors"

@@ -33,10 +33,10 @@ def run(request: dict[str, Any]) -> None:
     arguments: list[str] = request["arguments"]
     cpu_runtime.install("cpu")
     record_to(Path(request["records"]))
+    sys.argv = [request["entry"], *arguments]  # a hook may change it
     for hook in request.get("hooks", []):
         module, function = hook.split(":")
         getattr(importlib.import_module(module), function)()
-    sys.argv = [request["entry"], *arguments]
     if request["entry"] == "plain":
         run_plain(arguments)
     else:

@@ -9,15 +9,17 @@ Letters: P ranks of the context group, C chunk length, M block length, B sequenc
 rank, K key dim, V value dim, X channels of the convolution, R rows that it looks back, T rows of a tile, W = V + K.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from megatron_csbp.transformer.delta_net.from_rows import plan_from_rows, whole_sequence
 from megatron_csbp.transformer.delta_net.plan import DeltaNetPlan
 from megatron_csbp.transformer.delta_net.tiling import fla_state_bytes, tile_length, tiles_of, torch_state_bytes
 from megatron_csbp.transformer.delta_net.traffic import DeltaNetSizes, layer_volumes
+from megatron_csbp.transformer.geometry.layer_plans import rank_rows
 from megatron_csbp.transformer.geometry.rows import RankRows
-from megatron_csbp.transformer.geometry.scheme import Scheme
+from megatron_csbp.transformer.geometry.sample import Sample
+from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
 from megatron_csbp.transformer.traffic_ledger import Direction, total
 
 
@@ -141,6 +143,25 @@ def layer_flops(rows: RankRows, sizes: DeltaNetSizes, hidden_size: int, batch: i
         solves=heads * solves,
         maps=heads * maps,
     )
+
+
+def flops_of_ranks(
+    sample: Sample, sharding: Sharding, sizes: DeltaNetSizes, hidden_size: int, batch: int = 1
+) -> tuple[LayerFlops, ...]:
+    """Return the operations of a layer's forward pass on every rank of a context group.
+
+    They differ where blocks are inactive: active ones stay with the owner of their chunk, however many it has.
+
+    Args:
+        sample: geometry of the sample.
+        sharding: how it is spread; active blocks are kept at home whatever it says.
+        sizes: of the layer, on one tensor-parallel rank.
+        hidden_size: of the model.
+        batch: B.
+    """
+    sharding = replace(sharding, keeps_blocks_home=True)
+    ranks = range(sharding.group_size)
+    return tuple(layer_flops(rank_rows(sample, sharding, rank), sizes, hidden_size, batch) for rank in ranks)
 
 
 def _plan(rows: RankRows) -> tuple[DeltaNetPlan, int]:

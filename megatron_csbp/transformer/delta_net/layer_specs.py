@@ -23,10 +23,19 @@ def with_delta_net[T](spec: T, settings: BlockDiffusionSettings) -> T:
     Args:
         spec: a Megatron `ModuleSpec` of a layer, or `TransformerBlockSubmodules`.
         settings: of the run.
+
+    Raises:
+        ValueError: the spec has a gated delta net of somebody else's, which would be lost.
     """
     spec = copy.deepcopy(spec)
     for node in _module_specs(spec, set()):
         if isinstance(node.module, type) and issubclass(node.module, GatedDeltaNet):
+            if node.module not in (GatedDeltaNet, BlockDiffusionGatedDeltaNet):
+                raise ValueError(
+                    f"--spec has layers {node.module.__name__}, which do not know the copies of a sequence: with "
+                    "--diffusion-block-size corrupted blocks start from the clean state before them. Use a spec with "
+                    "Megatron's GatedDeltaNet."
+                )
             node.module = BlockDiffusionGatedDeltaNet
             node.params = {**node.params, "settings": settings}
     return spec

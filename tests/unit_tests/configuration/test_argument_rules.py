@@ -43,6 +43,20 @@ REFUSED = {
         "which is 4",
         "one of 1, 2 work",
     ),
+    "a frequency of gated delta nets for other layers": (
+        f"{DELTA_NETS} --num-layers 4 --linear-attention-freq [1,1,0]",
+        "--linear-attention-freq [1, 1, 0] has 3 entries and --num-layers is 4",
+        "for example ([1]*3+[0])*1",
+    ),
+    "a frequency of no layer": (f"{DELTA_NETS} --linear-attention-freq 0", "--linear-attention-freq 0", "at least 1"),
+    "a convolution that looks at no other row": (
+        f"{DELTA_NETS} --linear-attention-freq 4 --linear-conv-kernel-dim 1",
+        "--linear-conv-kernel-dim 1 must be at least 2",
+    ),
+    "value heads that key heads do not divide": (
+        f"{DELTA_NETS} --linear-attention-freq 4 --linear-num-key-heads 4 --linear-num-value-heads 6",
+        "--linear-num-value-heads 6 must be a multiple of --linear-num-key-heads 4, for example 8",
+    ),
     "no states of gated delta nets": (
         f"{DELTA_NETS} --linear-attention-freq 4 --csbp-delta-net-state-mib 0",
         "--csbp-delta-net-state-mib 0",
@@ -314,6 +328,7 @@ def test_refuses_a_missing_length() -> None:
 
 ACCEPTED = {
     "gated delta nets": f"{DELTA_NETS} --linear-attention-freq 4 --bp-size 2 --context-parallel-size 2",
+    "gated delta nets, layer by layer": f"{DELTA_NETS} --num-layers 4 --linear-attention-freq [1,0,0,1]",
     "one key/value head under tensor parallelism": (
         "--num-attention-heads 4 --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2"
     ),

@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_csbp.reporting.attention_model import (
-    BACKWARD_RATE,
     BLOCK,
-    FORWARD_RATE,
-    LAUNCH_SECONDS,
+    H200,
     Heads,
     causal_seconds,
     tile_costs,
@@ -57,10 +55,10 @@ def test_only_tiles_with_gathered_keys_are_launched_once_for_each_head_group() -
 
 def test_a_large_tile_takes_the_time_of_its_operations_and_a_small_one_that_of_its_launches() -> None:
     *_, large = tile_costs(plan_of(2**18), HEADS)
-    assert large.forward.seconds == pytest.approx(large.forward.operations / FORWARD_RATE, rel=0.02)
-    assert large.backward.seconds == pytest.approx(large.backward.operations / BACKWARD_RATE, rel=0.02)
+    assert large.forward.seconds == pytest.approx(large.forward.operations / H200.forward, rel=0.02)
+    assert large.backward.seconds == pytest.approx(large.backward.operations / H200.backward, rel=0.02)
     small = tile_costs(plan_of(2**9), HEADS)[0]
-    assert small.forward.seconds == small.forward.launches * LAUNCH_SECONDS
+    assert small.forward.seconds == small.forward.launches * H200.launch_seconds
 
 
 def test_blocks_of_rows_and_keys_are_computed_whole_and_folded_heads_fill_them() -> None:
@@ -68,9 +66,9 @@ def test_blocks_of_rows_and_keys_are_computed_whole_and_folded_heads_fill_them()
         pattern = RowPattern(rows, repeats=((100_000, rows),))
         tile = Tile(pattern, RowPattern(keys, repeats=((100_000, keys),)), mask=mask)
         (cost,) = tile_costs(plan_with(tile), HEADS)
-        return cost.forward.seconds - cost.forward.memory_bytes / 4.0e12
+        return cost.forward.seconds - cost.forward.memory_bytes / H200.memory
 
-    block = 2 * 2 * 128 * 100_000 * BLOCK * BLOCK / FORWARD_RATE
+    block = 2 * 2 * 128 * 100_000 * BLOCK * BLOCK / H200.forward
     assert seconds(32, 32, MaskKind.CAUSAL) == pytest.approx(32 * block)
     assert seconds(32, 32, MaskKind.FULL) == pytest.approx(8 * block)  # four query heads in one block of rows
     assert seconds(256, 256, MaskKind.CAUSAL) == pytest.approx(32 * 3 * block)
@@ -86,11 +84,11 @@ def plan_with(tile: Tile) -> AttentionPlan:
 
 def test_the_yardstick_is_the_causal_call_with_as_many_pairs() -> None:
     forward, backward = causal_seconds(8192 * 8193 // 2, HEADS)
-    assert forward == pytest.approx(2 * 2 * 128 * 32 * 8192**2 / 2 / FORWARD_RATE, rel=0.02)
-    assert backward / forward == pytest.approx(5 / 2 * FORWARD_RATE / BACKWARD_RATE)
+    assert forward == pytest.approx(2 * 2 * 128 * 32 * 8192**2 / 2 / H200.forward, rel=0.02)
+    assert backward / forward == pytest.approx(5 / 2 * H200.forward / H200.backward)
 
 
 @pytest.mark.parametrize("length", [2**15, 2**16, 2**18])
 def test_the_documentation_has_these_tables(length: int) -> None:
     table = "\n".join(tile_report(length, 8, 32, CleanAttention.TOKEN_CAUSAL, HEADS))
-    assert table in GPU_PAGE.read_text(), "python -m megatron_csbp.tools.plan_report --tiles prints them"
+    assert table in GPU_PAGE.read_text(), "python -m megatron_csbp.dry_run ... --tiles prints them"

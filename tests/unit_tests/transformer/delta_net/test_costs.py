@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Costs of a delta-net layer: what PyTorch counts, the closed form of the traffic, figures of a published model."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_csbp.transformer.delta_net.convolution import ShortConvolution
-from megatron_csbp.transformer.delta_net.costs import layer_bytes, layer_flops, layer_parameters, state_memory
-from megatron_csbp.transformer.delta_net.delta_rule import DeltaHeads, DeltaNetContext, block_diffusion_delta_rule
+from megatron_csbp.transformer.delta_net.costs import (
+    flops_of_ranks,
+    layer_bytes,
+    layer_flops,
+    layer_parameters,
+    state_memory,
+)
+from megatron_csbp.transformer.delta_net.delta_rule import (
+    STATE_BYTES,
+    DeltaHeads,
+    DeltaNetContext,
+    block_diffusion_delta_rule,
+)
 from megatron_csbp.transformer.delta_net.from_rows import plan_from_rows
 from megatron_csbp.transformer.delta_net.torch_kernel import TorchDeltaRule
 from megatron_csbp.transformer.delta_net.traffic import DeltaNetSizes, layer_volumes
@@ -90,6 +102,18 @@ def test_the_cp_baseline_computes_all_rows_with_its_share_of_the_heads() -> None
     assert by_heads.projections == csbp.projections
 
 
+def test_active_blocks_at_home_make_ranks_unequal_by_what_is_said() -> None:
+    """All on one rank: its work is that of a full sample, the others' that of clean rows alone."""
+    active = np.zeros((1, 64), dtype=bool)
+    active[0, [*range(8, 16), *range(48, 56)]] = True  # chunks 1 and 6 of eight, which rank 1 of 4 owns
+    few, none, every = (Sample(4096, 64, active=mask) for mask in (active, np.zeros_like(active), None))
+    sharding = Sharding(4, CSBP)
+    found, idle, busy = (flops_of_ranks(sample, sharding, QWEN_27B, HIDDEN) for sample in (few, none, every))
+    assert found[1] == busy[1]
+    assert [found[rank] for rank in (0, 2, 3)] == [idle[rank] for rank in (0, 2, 3)]
+    assert 1.5 < found[1].total / found[0].total < 2
+
+
 def test_a_layer_of_qwen_27b_has_its_published_parameters() -> None:
     matrices = HIDDEN * (2 * 2048 + 2 * 6144 + 2 * 48) + 6144 * HIDDEN
     assert layer_parameters(QWEN_27B, HIDDEN) == matrices + 10_240 * 4 + 2 * 48 + 128
@@ -100,7 +124,7 @@ def test_states_of_qwen_27b_at_256k_are_3_mib_a_block_and_bounded() -> None:
     rows = RankRows(Sample(262_144, 256), Sharding(8, CSBP), 2)
     mib = 2**20
     for kernel in ("fla", "torch"):
-        memory = state_memory(rows, QWEN_27B, 256 * mib, kernel=kernel)  # type: ignore[arg-type]
+        memory = state_memory(rows, QWEN_27B, STATE_BYTES, kernel=kernel)  # type: ignore[arg-type]
         assert memory.all_bytes == 128 * 3 * mib
         assert memory.alive_bytes <= 256 * mib
         assert memory.segments > 1

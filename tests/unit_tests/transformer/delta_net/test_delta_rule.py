@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from megatron_csbp.tools.memory_meter import SavedActivations
+from megatron_csbp.tools.memory_meter import AllocationMeter, SavedActivations
 from megatron_csbp.transformer.delta_net.delta_rule import DeltaHeads
 from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme
 from tests.support.delta_oracle import DeltaCase, run_on_group, run_on_rank, sequential
@@ -103,11 +103,16 @@ def test_states_that_backward_computes_again_are_not_kept(simulated_collectives:
     case = DeltaCase(group_size=1, block_size=2, blocks_per_chunk=24)
     state_bytes = 48 * 48 * 8
 
-    def saved(bound: int) -> int:
-        kept = SavedActivations()
-        with kept:
-            run_on_rank(replace(case, state_bytes=bound), case.problem(heads=heads), 0, None, heads=heads)
-        return kept.total_bytes
+    problem = case.problem(heads=heads)
+
+    def saved_and_peak(bound: int) -> tuple[int, int]:
+        kept, alive = SavedActivations(), AllocationMeter()
+        with kept, alive:
+            run_on_rank(replace(case, state_bytes=bound), problem, 0, None, heads=heads)
+        return kept.total_bytes, alive.peak_bytes
 
     # Segments of four blocks, with a bound of four states in fp32: of 24 states, those at six starts are left.
-    assert saved(2**30) - saved(4 * 48 * 48 * 4) > 24 * state_bytes
+    (saved_all, peak_of_all), (saved, peak) = (saved_and_peak(bound) for bound in (2**30, 4 * 48 * 48 * 4))
+    assert saved_all - saved > 24 * state_bytes
+    # Nor are they alive in either pass: with their gradients, those of one segment at a time.
+    assert peak_of_all - peak > 24 * state_bytes

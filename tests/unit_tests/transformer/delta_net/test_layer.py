@@ -79,7 +79,12 @@ def build_stages(_: None) -> None:
     # A user's spec with Megatron's layer gets ours; one that smuggles it past the specs is refused.
     spec = config.get_builder_cls()(config)._default_layer_spec(config, None, groups.pp.rank())
     assert spec.layer_specs[0].submodules.self_attention.module is GatedDeltaNet
+    theirs = type("TheirDeltaNet", (GatedDeltaNet,), {})
+    spec.layer_specs[0].submodules.self_attention.module = theirs
     config.transformer_layer_spec = lambda config: spec
+    with pytest.raises(ValueError, match="--spec has layers TheirDeltaNet, which do not know the copies"):
+        config.get_builder_cls()(config).build_model(groups)
+    spec.layer_specs[0].submodules.self_attention.module = GatedDeltaNet
     again = config.get_builder_cls()(config).build_model(groups)
     assert [type(layer.self_attention).__name__ for layer in again.decoder.layers] == kinds
     delta_net = again.decoder.layers[0].self_attention

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks of a job start from the same: versions, arguments, plan, noise and data."""

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds the planner's figures against a real training run: a hook of `tests.support.recorded_entry`.
+
+Each rank writes what it measured and what the planner says of the same arguments, as JSON.
+"""
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_csbp.tools.memory_meter import SavedActivations
+
+FOLDER = "PLANNER_PROBE"
+PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm")
+"""Matrix products of linear layers, as PyTorch's counter names them; attention is a kernel of its own."""
+
+
+def measure() -> None:
+    """Measure the first iteration: what layers save, and at its end weights, gradient buffers and optimizer."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from megatron.training import training
+
+    measured: dict[str, Any] = {"saved": {}, "products": {}}
+    forward, train_step = TransformerLayer.forward, training.train_step
+    ignored: set[int] = set()
+
+    @functools.wraps(forward)
+    def count(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(layer.layer_number) in measured["saved"] or not layer.training:
+            return forward(layer, *args, **kwargs)
+        with SavedActivations() as saved, FlopCounterMode(display=False) as counter:
+            result = forward(layer, *args, **kwargs)
+        held = {tensor.untyped_storage()._cdata for tensor in layer.parameters()} | ignored
+        kept = {key: size for key, size in saved.storages.items() if key not in held}
+        measured["saved"][str(layer.layer_number)] = sum(kept.values())
+        products = {str(name): number for name, number in counter.get_flop_counts()["Global"].items()}
+        measured["products"][str(layer.layer_number)] = sum(products.get(name, 0) for name in PRODUCTS)
+        return result
+
+    @functools.wraps(train_step)
+    def step(forward_step: Any, data: Any, model: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
+        result = train_step(forward_step, data, model, optimizer, *rest, **options)
+        if "weights" not in measured:
+            measured.update(_states(model, optimizer))
+            measured["planned"] = _planned()
+            rank = os.environ["RANK"]
+            Path(os.environ[FOLDER], f"rank{rank}.json").write_text(json.dumps(measured))
+        return result
+
+    TransformerLayer.forward = count
+    training.train_step = step
+
+
+def _states(models: list[nn.Module], optimizer: Any) -> dict[str, int]:
+    """Return the bytes of weights, of the gradient buffers under them, and of the optimizer's tensors."""
+    buffers = {}
+    for model in models:
+        for buffer in (*model.buffers, *model.expert_parallel_buffers):
+            buffers[buffer.grad_data.untyped_storage()._cdata] = buffer.grad_data.nbytes
+    weights = {parameter for model in models for parameter in model.parameters()}
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])
+    held: dict[int, int] = {}
+    for one in inner:
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in weights:  # a copy in fp32
+                    held[id(parameter)] = parameter.nbytes
+        for state in one.optimizer.state.values():
+            held.update(
+                {id(value): value.nbytes for value in state.values() if isinstance(value, Tensor) and value.dim()}
+            )
+    return {
+        "weights": sum(parameter.nbytes for parameter in weights),
+        "gradients": sum(buffers.values()),
+        "optimizer": sum(held.values()),
+    }
+
+
+def _planned() -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    from megatron_csbp import training_setup
+    from megatron_csbp.tools.dry_run import activations, memory, operations
+    from megatron_csbp.tools.dry_run.from_args import job_from_args
+    from megatron_csbp.tools.dry_run.traffic import layer_traffic
+
+    args = get_args()
+    job = job_from_args(args, training_setup.model_config_from_args(args).transformer, [])
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    layers, products = {}, {}
+    moved = 0
+    for index, layer in job.stage_layers(stage):
+        recomputed = job.recompute.takes_layer(index)
+        layers[str(layer.number)] = activations.saved_by_layer(job, layer)
+        executed = operations.mixer_operations(job, layer) + operations.mlp_operations(job, layer)
+        products[str(layer.number)] = executed
+        moved += layer_traffic(job, layer, recomputed).context * job.micro_batches
+    return {"saved": layers, "products": products, "moved": moved, **memory.state_bytes(job, stage)}
