@@ -95,6 +95,13 @@ def parse_and_validate_arguments(
     return args
 
 
+def argument_parser() -> ArgumentParser:
+    """A parser with Megatron's own flags."""
+    arguments = importlib.import_module("megatron.training.arguments")
+    parser: ArgumentParser = arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+    return parser
+
+
 def make_help_printable(parser: ArgumentParser) -> None:
     """Show help texts that argparse cannot format as they were written.
 

@@ -171,7 +171,8 @@ def _set_up_block_diffusion(args: Namespace) -> None:
     )
     declared, spare = megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
     advice = good_mask_token(args.mask_token_id, declared, spare)
-    validate_data_files(args, megatron_loading.tokenizer(), advice)
+    tokenizer = None if check_mode.leaves_data_open(args) else megatron_loading.tokenizer()
+    validate_data_files(args, tokenizer, advice)
     correct_distributed_optimizer_now()
     if args.full_validation:
         correct_full_validation_now(args)
