@@ -9,7 +9,7 @@ import pytest
 
 from examples.recipe_models import RECIPES
 from examples.recipes import text
-from tests.support.megatron_run import ROOT, Ranks
+from tests.support.megatron_run import Ranks
 
 NAMES = {f"{recipe.model.folder}/{recipe.path.stem}": recipe for recipe in RECIPES}
 LONGEST = [name for name in NAMES if name.endswith("_256k")]
