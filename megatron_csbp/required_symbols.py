@@ -99,6 +99,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "resuming with PyTorch's Adam",
     ),
     ("megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE", "", "resuming with PyTorch's Adam"),
+    ("megatron.training.arguments.add_megatron_arguments", "parser", "the flags that a job may have"),
     ("megatron.training.arguments.parse_args", "extra_args_provider", "the command line"),
     ("megatron.training.arguments.validate_args", "args defaults", "the command line"),
     ("megatron.training.global_vars.set_global_variables", "args", "the command line"),

@@ -64,7 +64,7 @@ def set_defaults_from_yaml(parser: ArgumentParser, path: Path) -> set[str]:
     given: set[str] = set()
     key_of: dict[str, str] = {}
     for key, value in _flatten(document):
-        for name, setting in _translate(key, value).items():
+        for name, setting in translated(key, value).items():
             action = by_flag.get(name) or actions.get(name)
             if action is None:
                 parser.error(f"--yaml-cfg {path}: {key!r} is not a flag; see --help for the names.")
@@ -89,7 +89,7 @@ def switches_and_values(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError):
         return {}
     settings = _flatten(document) if isinstance(document, dict) else ()
-    return {name: value for key, setting in settings for name, value in _translate(key, setting).items()}
+    return {name: value for key, setting in settings for name, value in translated(key, setting).items()}
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -114,7 +114,8 @@ def _flatten(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield str(key), value
 
 
-def _translate(key: str, value: Any) -> dict[str, Any]:
+def translated(key: str, value: Any) -> dict[str, Any]:
+    """Return a key and its value as flags have them: the names of Megatron's own YAML files differ in places."""
     name = key.lstrip("-").replace("-", "_")
     if name == "activation_func" and value in _ACTIVATIONS:
         return _ACTIVATIONS[value]

@@ -12,13 +12,16 @@ import torch.distributed as dist
 from megatron_csbp.doctor.findings import Finding, fail, ok, warn
 from megatron_csbp.doctor.group import MEETS_S, gathered
 from megatron_csbp.doctor.launcher import Place
+from megatron_csbp.tools.dry_run.tables import read_tables
 
 _WARM_UPS, _GATHERS = 2, 5
 _SLOW_FACTOR = 1.5
 _DEFAULT_GATHER_BYTES = 64 << 20
 
 
-def check_gather(place: Place, tensor: int, context: int, gather_bytes: int) -> list[Finding]:
+def check_gather(
+    place: Place, tensor: int, context: int, gather_bytes: int, hosts: Sequence[str] = ()
+) -> list[Finding]:
     """Time the all-gather of every context group at once, at the size of the run.
 
     Args:
@@ -26,6 +29,7 @@ def check_gather(place: Place, tensor: int, context: int, gather_bytes: int) -> 
         tensor: tensor-parallel size: ranks of a context group are so far apart.
         context: ranks of a context group.
         gather_bytes: what a rank gets from the others; 0 for a size of no particular run.
+        hosts: the machine of each rank.
     """
     name = "all-gather of the context groups"
     if context < 2 or place.world_size % (tensor * context):
@@ -51,7 +55,10 @@ def check_gather(place: Place, tensor: int, context: int, gather_bytes: int) -> 
         return [
             fail(name, f"{backend}: {'; '.join(wrong[:4])}", "NCCL_DEBUG=INFO shows which link or interface fails")
         ]
-    return [_gather_finding(name, backend, of_ranks, shard_bytes, context, tensor)]
+    groups = context_groups(place.world_size, tensor, context)
+    crosses = bool(hosts) and any(len({hosts[rank] for rank in ranks}) > 1 for ranks in groups)
+    assumed = assumed_seconds(torch.cuda.get_device_name(), shard_bytes * (context - 1), crosses) if is_cuda else None
+    return [_gather_finding(name, backend, of_ranks, shard_bytes, context, tensor, assumed)]
 
 
 def context_groups(world_size: int, tensor: int, context: int) -> list[list[int]]:
@@ -61,6 +68,22 @@ def context_groups(world_size: int, tensor: int, context: int) -> list[list[int]
         for first in range(0, world_size, tensor * context)
         for offset in range(tensor)
     ]
+
+
+def assumed_seconds(gpu: str, num_bytes: int, crosses_nodes: bool) -> float | None:
+    """Return how long the planner takes a gather to last; None for a GPU that its tables do not have.
+
+    Args:
+        gpu: the device's name, "NVIDIA H200".
+        num_bytes: what a rank gets from the others.
+        crosses_nodes: whether a group spreads over machines.
+    """
+    tables = read_tables()
+    kind = next((tables.gpu(name) for name in tables.gpus if name in gpu.lower()), None)
+    if kind is None:
+        return None
+    link = tables.links[kind.network_link if crosses_nodes else kind.node_link]
+    return link.seconds(num_bytes)
 
 
 def _gather_seconds(group: dist.ProcessGroup, shard_bytes: int, size: int, device: torch.device) -> float:
@@ -81,7 +104,13 @@ def _gather_seconds(group: dist.ProcessGroup, shard_bytes: int, size: int, devic
 
 
 def _gather_finding(
-    name: str, backend: str, seconds: Sequence[float], shard_bytes: int, context: int, tensor: int
+    name: str,
+    backend: str,
+    seconds: Sequence[float],
+    shard_bytes: int,
+    context: int,
+    tensor: int,
+    assumed: float | None = None,
 ) -> Finding:
     groups = context_groups(len(seconds), tensor, context)
     slowest_of = [max(seconds[rank] for rank in ranks) for ranks in groups]
@@ -91,8 +120,13 @@ def _gather_finding(
         f"{received / 2**20:.2f} MiB from {context - 1} other rank(s) by {backend} in {usual * 1e3:.2f} ms: "
         f"{received / usual / 1e9:.2f} GB/s a rank, {len(groups)} group(s) at once"
     )
+    if assumed is not None:
+        detail += f" (the planner assumes {assumed * 1e3:.2f} ms)"
     if slowest > _SLOW_FACTOR * usual:
         ranks = groups[slowest_of.index(slowest)]
         fix = "look at the links of these ranks' nodes (nvidia-smi nvlink -e, ibstat), or leave a node out"
         return warn(name, f"{detail}; the group of ranks {ranks} takes {slowest * 1e3:.2f} ms", fix)
+    if assumed is not None and usual > _SLOW_FACTOR * assumed:
+        fix = "look at the links (nvidia-smi topo -m, ibstat, NCCL_DEBUG=INFO), or change the planner's tables"
+        return warn(name, detail, fix)
     return ok(name, detail)

@@ -45,6 +45,6 @@ def look_from_all(
     for folder in folders_of(named, job):
         findings += group.check_shared(folder, hosts, here)
     sizes = (job.tensor, job.context, job.gather_bytes) if job is not None else (1, here.world_size, 0)
-    findings += check_gather(here, *sizes)
+    findings += check_gather(here, *sizes, hosts)
     dist.destroy_process_group()
     return [*findings, *(job.findings if job is not None and here.rank == 0 else [])], job

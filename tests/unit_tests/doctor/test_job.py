@@ -9,7 +9,7 @@ import pytest
 from megatron_csbp.doctor import job, launcher
 from megatron_csbp.doctor.child import Ended
 from megatron_csbp.doctor.findings import State
-from megatron_csbp.doctor.gather_speed import _gather_finding, context_groups
+from megatron_csbp.doctor.gather_speed import _gather_finding, assumed_seconds, context_groups
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,14 @@ def test_a_slow_group_is_named() -> None:
     assert finding.state is State.WARN
     assert "1.00 GB/s a rank, 4 group(s) at once; the group of ranks [6, 7] takes 4.00 ms" in finding.detail
     assert _gather_finding("gather", "nccl", [0.001] * 8, 1000, 4, 2).state is State.OK
+
+
+def test_a_gather_is_held_against_what_the_planner_assumes() -> None:
+    inside, across = (assumed_seconds("NVIDIA H200", 360_000_000, crosses) for crosses in (False, True))
+    assert inside == pytest.approx(0.001 + 15e-6)
+    assert across == pytest.approx(0.009 + 30e-6)
+    assert assumed_seconds("another", 1, crosses_nodes=False) is None
+    slow = _gather_finding("gather", "nccl", [0.002] * 2, 360_000_000, 2, 1, inside)
+    assert slow.state is State.WARN
+    assert slow.detail.endswith("1 group(s) at once (the planner assumes 1.02 ms)")
+    assert _gather_finding("gather", "nccl", [0.0012] * 2, 360_000_000, 2, 1, inside).state is State.OK
