@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an error is a rank's own, and what a rank says that it is doing. Whole runs: tests/functional/test_failures.py."""
+"""Whether an error is a rank's own, and what a rank says that it does; whole runs are in tests/functional."""
 
 import threading
 
@@ -9,7 +9,7 @@ from torch.distributed import DistBackendError
 from megatron_csbp.agreement import failures
 
 GLOO = RuntimeError(
-    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.1]:47"
+    "[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.1]:47"
 )
 
 
