@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.links import ACROSS_NODES, H200_ATTENTION_FLOPS, NVLINK
+from benchmarks.planned_rows import MODELS, PlanRow, plan_rows
 from benchmarks.stack import BP, CP, CP_AT_ONCE, CSBP, CSBP_AT_ONCE, CSBP_CONTIGUOUS, Variant
 from megatron_csbp.tools.attention_step import attention_step, fake_group
 from megatron_csbp.tools.flops import attention_work
 from megatron_csbp.tools.memory_meter import AllocationMeter, SavedActivations
-from megatron_csbp.tools.plan_report import MODELS, PlanRow, plan_rows
 from megatron_csbp.transformer.geometry.layer_plans import layer_plans
 from megatron_csbp.transformer.geometry.plan import AttentionPlan
 from megatron_csbp.transformer.geometry.sample import Sample

@@ -10,10 +10,7 @@ from benchmarks.text import mebibytes, percent, span, table
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- Written by `make bench` from benchmarks/results.json; edits are lost. -->"
-_PLOTS = {
-    "throughput": "Clean tokens per second, and relative to CP, against L",
-    "training": "Validation NELBO against training time under CP and CSBP",
-}
+_PLOTS = {"throughput": "Clean tokens per second, and relative to CP, against L"}
 _LINKS = {"Across nodes": "across nodes", "NVLink": "of NVLink"}
 END = "<!-- End of what `make bench` writes. -->"
 

@@ -18,14 +18,11 @@ author = "The megatron_csbp contributors"
 project_copyright = f"{author}, Apache License 2.0"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docs.messages"]
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "examples/README.md"]
 # The first are not looked into; README.md has its pages (index, getting_started), and the template is a form.
 exclude_patterns = [".*", "build", "demo_output", "dist", "megatron_csbp", "tests", "docs/adr/template.md"]
-
-# A page in brackets (index.md) is listed as soon as it is there.
-suppress_warnings = ["toc.empty_glob"]
 
 myst_heading_anchors = 4
 

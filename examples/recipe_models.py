@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models and lengths of the recipes, with what each needs: computed from sizes, not measured."""
+"""The models and lengths of the recipes, and their topologies."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_csbp.transformer.delta_net.costs import layer_bytes
 from megatron_csbp.transformer.delta_net.traffic import DeltaNetSizes
-from megatron_csbp.transformer.geometry.layer_plans import rank_rows
-from megatron_csbp.transformer.geometry.sample import Sample
-from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
 
 EXAMPLES = Path(__file__).parent
 LENGTHS = {"32k": 32_768, "64k": 65_536, "128k": 131_072, "256k": 262_144}
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -26,7 +21,6 @@ class Model:
         hidden: hidden size.
         ffn: width of the MLP.
         heads: query heads.
-        parameters: in all.
         tied: one tensor is embedding and output layer.
         theta: base of the rotary embedding.
         gpus: GPUs of the recipes; at least 8.
@@ -46,7 +40,6 @@ class Model:
     hidden: int
     ffn: int
     heads: int
-    parameters: int
     tied: bool = False
     theta: int = 1_000_000
     gpus: int = 8
@@ -64,11 +57,6 @@ class Model:
         """Whether it is a Qwen to be converted, and not Nemotron-Labs-Diffusion."""
         return self.folder == QWEN
 
-    @property
-    def full_layers(self) -> int:
-        """Layers with full attention."""
-        return self.layers if self.delta_net is None else self.layers // 4
-
 
 def _named(model: Model, name: str) -> Model:
     return replace(model, name=f"{name} {model.size.upper()}")
@@ -82,7 +70,6 @@ _HYBRID = Model(
     5120,
     17_408,
     24,
-    26_895_998_464,
     theta=10_000_000,
     gpus=16,
     name="Qwen3.5 27B",
@@ -98,18 +85,18 @@ MODELS = (
     *(
         _named(model, "Nemotron-Labs-Diffusion")
         for model in (
-            Model(NEMOTRON, "3b", 26, 3072, 9216, 32, 3_831_659_520),
-            Model(NEMOTRON, "8b", 34, 4096, 14_336, 32, 8_489_553_920),
-            Model(NEMOTRON, "14b", 40, 5120, 16_384, 32, 13_506_073_600, theta=1_000_000_000, gpus=16),
+            Model(NEMOTRON, "3b", 26, 3072, 9216, 32),
+            Model(NEMOTRON, "8b", 34, 4096, 14_336, 32),
+            Model(NEMOTRON, "14b", 40, 5120, 16_384, 32, theta=1_000_000_000, gpus=16),
         )
     ),
     *(
         _named(model, "Qwen3")
         for model in (
-            Model(QWEN, "0.6b", 28, 1024, 3072, 16, 596_049_920, tied=True),
-            Model(QWEN, "1.7b", 28, 2048, 6144, 16, 1_720_574_976, tied=True),
-            Model(QWEN, "4b", 36, 2560, 9728, 32, 4_022_468_096, tied=True),
-            Model(QWEN, "8b", 36, 4096, 12_288, 32, 8_190_735_360),
+            Model(QWEN, "0.6b", 28, 1024, 3072, 16, tied=True),
+            Model(QWEN, "1.7b", 28, 2048, 6144, 16, tied=True),
+            Model(QWEN, "4b", 36, 2560, 9728, 32, tied=True),
+            Model(QWEN, "8b", 36, 4096, 12_288, 32),
         )
     ),
     _HYBRID,
@@ -164,34 +151,6 @@ class Recipe:
     def sequences(self) -> int:
         """Sequences of a step: about 2 million tokens, 4 million at the longest."""
         return {"32k": 64, "64k": 32, "128k": 16, "256k": 16}[self.length]
-
-    def state_gib(self) -> float:
-        """GiB of a GPU for bf16 weights, fp32 gradients, and its share of fp32 weights and Adam's moments."""
-        model = self.model
-        return model.parameters / model.tensor * (2 + 4 + 12 * model.tensor / model.gpus) / _GIB
-
-    def saved_gib(self) -> float:
-        """GiB of a GPU for the inputs of all layers, which full recomputation keeps."""
-        rows = self.copies * self.tokens // self.group
-        return rows * self.model.hidden * 2 * self.model.layers / self.model.tensor / _GIB
-
-    def received_gib(self) -> float:
-        """GiB that a GPU gets from its context group for each sequence: keys, values, their gradients, state maps."""
-        model, share = self.model, (self.group - 1) / self.group
-        row_bytes = 2 * model.key_heads * model.head * 2 // model.tensor
-        received = 3 * share * self.tokens * row_bytes * model.full_layers
-        return (received + self._state_map_bytes() * (model.layers - model.full_layers)) / _GIB
-
-    def _state_map_bytes(self) -> int:
-        """Return the bytes of maps and rows that a gated delta net receives, recomputation included."""
-        sizes = self.model.delta_net
-        if sizes is None:
-            return 0
-        tensor = self.model.tensor
-        sizes = replace(sizes, key_heads=sizes.key_heads // tensor, value_heads=sizes.value_heads // tensor)
-        sharding = Sharding(self.group, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
-        moved = layer_bytes(rank_rows(Sample(self.tokens, self.model.block), sharding, 0), sizes, recomputed=True)
-        return moved.forward + moved.backward
 
 
 RECIPES = tuple(Recipe(model, length) for model in MODELS for length in model.lengths)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the recipes: one file for each model and length, and the table in README.md that says what each needs.
+"""Writes the recipes: one file for each model and length.
 
     python -m examples.recipes
 
-A test holds the files against this script.
+A test holds the files against this script. `examples.plan_table` writes the table that says what each needs.
 """
 
 import sys
 
-from examples.recipe_models import EXAMPLES, RECIPES, Model, Recipe
+from examples.recipe_models import RECIPES, Model, Recipe
 from megatron_csbp.transformer.delta_net.traffic import DeltaNetSizes
 
 
@@ -154,29 +154,11 @@ def _objective(model: Model) -> str:
     return "block_diffusion:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def table() -> str:
-    """Return the table of README.md."""
-    lines = [
-        "| recipe | H200 | topology | rows on a GPU | weights, gradients, optimizer | inputs of layers | received |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for recipe in RECIPES:
-        rows = recipe.copies * recipe.tokens // recipe.group
-        topology = f"DP {recipe.data_parallel} x {recipe.topology}"
-        name = f"[`{recipe.path.relative_to(EXAMPLES)}`]({recipe.path.relative_to(EXAMPLES)})"
-        lines.append(
-            f"| {name} | {recipe.model.gpus} | {topology} | {rows:,} | {recipe.state_gib():.0f} GiB | "
-            f"{recipe.saved_gib():.0f} GiB | {recipe.received_gib():.1f} GiB |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def main() -> int:
-    """Write the recipes and print the table."""
+    """Write the recipes."""
     for recipe in RECIPES:
         recipe.path.parent.mkdir(exist_ok=True)
         recipe.path.write_text(text(recipe))
-    print(table())
     return 0
 
 

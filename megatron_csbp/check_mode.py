@@ -55,6 +55,16 @@ def leave_reporting_out(args: Namespace) -> None:
         args.wandb_project = ""
 
 
+def leave_data_open(parser: ArgumentParser) -> None:
+    """Mark a command line whose data and tokenizer stand in for others that it does not name yet."""
+    parser.set_defaults(csbp_data_left_open=True)
+
+
+def leaves_data_open(args: Namespace) -> bool:
+    """Return whether data and tokenizer are stand-ins, of which no token needs to be checked."""
+    return getattr(args, "csbp_data_left_open", False)
+
+
 def end(args: Namespace) -> None:
     """Say that all checks have passed and stop, if this is a dry run.
 

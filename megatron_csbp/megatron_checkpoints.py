@@ -7,7 +7,6 @@ Its symbols are in `required_symbols.REQUIRED_SYMBOLS`. Nothing here imports Meg
 import copy
 import dataclasses
 import functools
-import importlib
 import inspect
 import re
 from argparse import Namespace
@@ -32,7 +31,8 @@ def common_state(path: Path) -> Mapping[str, Any]:
     Returns:
         `args` (a namespace), `iteration`, ...; of a legacy checkpoint the first rank's, with tensors left on disk.
     """
-    dist_checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
+    from megatron.core import dist_checkpointing
+
     if dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         state: Mapping[str, Any] = dist_checkpointing.load_common_state_dict(str(path))
         return state
@@ -47,7 +47,8 @@ def sharding_type(state: Mapping[str, Any]) -> str | None:
     Args:
         state: from `common_state`.
     """
-    dist_checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
+    from megatron.core import dist_checkpointing
+
     content = dist_checkpointing.load_content_metadata(preloaded_state_dict=state) or {}
     kind: str | None = content.get("distrib_optim_sharding_type")
     return kind
@@ -55,7 +56,8 @@ def sharding_type(state: Mapping[str, Any]) -> str | None:
 
 def survives_resharding(kind: str) -> bool:
     """Return whether optimizer state of this sharding type loads under other tensor- and pipeline-parallel sizes."""
-    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    from megatron.core.optimizer import distrib_optimizer as optimizer
+
     return kind in optimizer.DistributedOptimizer.checkpoint_fully_reshardable_formats
 
 
@@ -77,10 +79,11 @@ def network_settings(args: Namespace) -> dict[str, Any]:
         The fields that the arguments determine. How the work is divided over ranks (`ModelParallelConfig`) and what
         this Megatron does not pass on is not among them.
     """
-    argument_utils = importlib.import_module("megatron.training.argument_utils")
-    transformer_config = importlib.import_module("megatron.core.transformer.transformer_config")
-    parallel = importlib.import_module("megatron.core.model_parallel_config")
-    gpt = importlib.import_module("megatron.training.models.gpt")
+    from megatron.core import model_parallel_config as parallel
+    from megatron.core.transformer import transformer_config
+    from megatron.training import argument_utils
+    from megatron.training.models import gpt
+
     named = copy.copy(args)
     # Each of these names another class or a file; their values are compared as they are.
     apart = ("multi_latent_attention", "heterogeneous_layers_config_path", "spec", "te_precision_config_file")
@@ -141,11 +144,12 @@ def expected_weights(models: Sequence[Any], state: Mapping[str, Any], pipeline_g
         state: from `common_state`: a model names its tensors as the checkpoint's content says.
         pipeline_group: process group of the stages. All its ranks call.
     """
-    dist_checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
-    mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")
-    utils = importlib.import_module("megatron.core.dist_checkpointing.dict_utils")
-    unwrap = importlib.import_module("megatron.core.utils")
-    mpu = importlib.import_module("megatron.core.parallel_state")
+    from megatron.core import dist_checkpointing
+    from megatron.core import parallel_state as mpu
+    from megatron.core import utils as unwrap
+    from megatron.core.dist_checkpointing import dict_utils as utils
+    from megatron.core.dist_checkpointing import mapping
+
     content = dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=state) or {})
     content["dp_cp_group"] = mpu.get_data_parallel_group(with_context_parallel=True)
     own: dict[str, Expected] = {}
@@ -165,7 +169,8 @@ def save_clean_length() -> None:
 
     Stock Megatron takes its own sequence length from there with `--use-checkpoint-args`.
     """
-    checkpointing = importlib.import_module("megatron.training.checkpointing")
+    from megatron.training import checkpointing
+
     stock = checkpointing.generate_state_dict
     if hasattr(stock, "__wrapped__"):
         return

@@ -11,15 +11,14 @@ import contextlib
 import functools
 import importlib
 import inspect
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_csbp.errors import failure_in_words
 from megatron_csbp.required_symbols import REQUIRED_SYMBOLS, RequiredSymbol, check_megatron_version, megatron_version
 
 # Passed on, so that callers need to know one module.
@@ -35,7 +34,8 @@ def ensure_dataset_helpers() -> None:
     Raises:
         ImportError: If there is neither the compiled module nor a Makefile.
     """
-    utils = importlib.import_module("megatron.core.datasets.utils")
+    from megatron.core.datasets import utils
+
     folder = Path(inspect.getfile(utils)).parent
     if (folder / "Makefile").exists():
         return
@@ -53,68 +53,11 @@ def _already_compiled() -> None:
     """Stand in for Megatron's `compile_helpers` where the compiled module exists."""
 
 
-def parse_and_validate_arguments(
-    extra_args_provider: Callable[[ArgumentParser], ArgumentParser],
-    args_defaults: dict[str, Any],
-    before_checkpoint: Callable[[Namespace], object],
-    before_validation: Callable[[Namespace], None],
-    after_validation: Callable[[Namespace], None],
-) -> Namespace:
-    """Parse the command line as Megatron's `parse_and_validate_args` does, with hooks around its validation.
-
-    Args:
-        extra_args_provider: Adds flags to Megatron's parser.
-        args_defaults: Values for arguments that the command line leaves at None.
-        before_checkpoint: called with the parsed arguments if some are to come out of a checkpoint: the place to see
-            whether it can be read. Megatron leaves with status 0 where it cannot.
-        before_validation: called with the parsed arguments; what it changes, Megatron validates.
-        after_validation: called with the validated arguments, after Megatron has built tokenizer, timers, writers and
-            the calculator of batch sizes, whose schedule counts tokens by `args.seq_length`.
-
-    Returns:
-        The arguments, which are also Megatron's global ones.
-    """
-    arguments = importlib.import_module("megatron.training.arguments")
-    global_vars = importlib.import_module("megatron.training.global_vars")
-    args: Namespace = arguments.parse_args(extra_args_provider)
-    if args.use_checkpoint_args or args_defaults.get("use_checkpoint_args", False):
-        checkpointing = importlib.import_module("megatron.training.checkpointing")
-        if args.load is None and args.pretrained_checkpoint is None:
-            raise ValueError("--use-checkpoint-args needs --load or --pretrained-checkpoint with a checkpoint folder.")
-        before_checkpoint(args)
-        checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-        checkpointing.load_args_from_checkpoint(args)
-    before_validation(args)
-    with failure_in_words("check of the arguments"):
-        arguments.validate_args(args, args_defaults)
-    with failure_in_words("set-up of tokenizer and logging"):
-        global_vars.set_global_variables(args)
-    after_validation(args)
-    return args
-
-
-def argument_parser() -> ArgumentParser:
-    """A parser with Megatron's own flags."""
-    arguments = importlib.import_module("megatron.training.arguments")
-    parser: ArgumentParser = arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
-    return parser
-
-
-def make_help_printable(parser: ArgumentParser) -> None:
-    """Show help texts that argparse cannot format as they were written.
-
-    Megatron 0.19.2 has one with a bare percent sign, on which `--help` ends in an error.
-    """
-    for action in parser._actions:
-        try:
-            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
-        except (KeyError, TypeError, ValueError):
-            action.help = (action.help or "").replace("%", "%%")
-
-
 def context_parallel_rank() -> int:
     """Return the rank of this process in its context group."""
-    rank: int = importlib.import_module("megatron.core.parallel_state").get_context_parallel_rank()
+    from megatron.core.parallel_state import get_context_parallel_rank
+
+    rank: int = get_context_parallel_rank()
     return rank
 
 
@@ -125,14 +68,16 @@ def current_device() -> torch.device:
 
 def first_vocabulary_id(local_vocab_size: int, padded_vocab_size: int) -> int:
     """Return the first token id whose logit this tensor-parallel rank holds."""
-    mpu = importlib.import_module("megatron.core.parallel_state")
+    from megatron.core import parallel_state as mpu
+
     rank: int = mpu.get_tensor_model_parallel_rank()
     return 0 if local_vocab_size == padded_vocab_size else rank * local_vocab_size
 
 
 def stage_needs_batch(model: Any) -> bool:
     """Return whether a pipeline stage embeds tokens or computes the loss."""
-    utils = importlib.import_module("megatron.core.utils")
+    from megatron.core import utils
+
     return bool(
         utils.get_attr_wrapped_model(model, "pre_process") or utils.get_attr_wrapped_model(model, "post_process")
     )
@@ -141,7 +86,9 @@ def stage_needs_batch(model: Any) -> bool:
 @contextlib.contextmanager
 def batch_timer() -> Iterator[None]:
     """Return Megatron's `batch-generator` timer, which `pretrain` requires of a forward step."""
-    timer = importlib.import_module("megatron.training.global_vars").get_timers()("batch-generator", log_level=2)
+    from megatron.training.global_vars import get_timers
+
+    timer = get_timers()("batch-generator", log_level=2)
     timer.start()
     yield
     timer.stop()
@@ -149,7 +96,9 @@ def batch_timer() -> Iterator[None]:
 
 def check_loss(loss: Tensor, args: Namespace) -> None:
     """Let Megatron's rerun machine stop or diagnose a NaN, infinite or (on request) spiky local loss."""
-    machine = importlib.import_module("megatron.core.rerun_state_machine").get_rerun_state_machine()
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         for is_bad, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
             machine.validate_result(
@@ -181,7 +130,8 @@ def gather_sequence(hidden_states: Tensor, config: Any) -> Tensor:
     """
     if not config.sequence_parallel:
         return hidden_states
-    mappings = importlib.import_module("megatron.core.tensor_parallel")
+    from megatron.core import tensor_parallel as mappings
+
     # The output layer all-reduces its input gradient, so the gather's own backward only takes this rank's part.
     gathered: Tensor = mappings.gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
     return gathered
@@ -212,13 +162,16 @@ def rank_loads_data(vp_stage: int | None = None, on_every_stage: bool = False) -
 
 def rank_loads_data_group(vp_stage: int | None = None) -> bool:
     """Return whether this rank's stage gets samples in any case: it embeds tokens or computes the loss."""
-    utils = importlib.import_module("megatron.training.utils")
+    from megatron.training import utils
+
     return bool(utils.is_first_or_last_pipeline_stage(vp_stage))
 
 
 def local_norm_class() -> type:
     """Return the norm that Megatron's local layer specs use where Apex is absent."""
-    norm: type = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    norm: type = WrappedTorchNorm
     return norm
 
 
@@ -234,7 +187,8 @@ def block_submodules(config: Any, spec: Any, vp_stage: int | None = None, pp_ran
     Returns:
         `TransformerBlockSubmodules` with the layers and the final norm.
     """
-    block = importlib.import_module("megatron.core.transformer.transformer_block")
+    from megatron.core.transformer import transformer_block as block
+
     return block._get_block_submodules(config, spec, vp_stage, pp_rank)
 
 
@@ -248,8 +202,9 @@ def next_autoregressive_batch(
         model: the (wrapped) GPT stage.
         args: Megatron's arguments.
     """
-    utils = importlib.import_module("megatron.core.utils")
-    mpu = importlib.import_module("megatron.core.parallel_state")
+    from megatron.core import parallel_state as mpu
+    from megatron.core import utils
+
     if not rank_loads_data_group(utils.get_attr_wrapped_model(model, "vp_stage")):
         return None
     batch: dict[str, Tensor | None] = {}

@@ -6,7 +6,6 @@ called.
 """
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import Tensor
 @contextlib.contextmanager
 def gated_delta_net_without_fla() -> Iterator[None]:
     """While open, Megatron's gated delta net can be built where the package fla is missing, whose kernels it calls."""
-    common: Any = importlib.import_module("megatron.core.ssm.gated_delta_net.common")
+    from megatron.core.ssm.gated_delta_net import common
+
     before = common.HAVE_FLA
     common.HAVE_FLA = True
     try:
@@ -27,7 +27,8 @@ def gated_delta_net_without_fla() -> Iterator[None]:
 
 def delta_net_pattern(config: Any) -> list[int]:
     """Return, for each layer of a model, 1 if it is a gated delta net and 0 if it is full attention."""
-    specs = importlib.import_module("megatron.core.models.gpt.experimental_attention_variant_module_specs")
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+
     pattern: list[int] = specs.get_linear_attention_pattern(config=config)
     return pattern
 
@@ -46,8 +47,9 @@ def attention_layers(config: Any) -> list[int]:
 
 def local_block_of_all_layers(config: Any) -> Any:
     """Return the spec of all layers of a model, with full attention, by Megatron's local modules."""
-    specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    block = importlib.import_module("megatron.core.transformer.transformer_block")
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer import transformer_block as block
+
     layers = specs.get_gpt_decoder_layer_specs(
         config,
         use_transformer_engine=False,
@@ -62,10 +64,13 @@ def layers_of_stage(config: Any, vp_stage: int | None, pipeline_rank: int) -> li
     """Return the layers, from 0, that a pipeline stage builds."""
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
-        kind = importlib.import_module("megatron.core.transformer.enums").LayerType.decoder
+        from megatron.core.transformer.enums import LayerType
+
+        kind = LayerType.decoder
         return list(layout.get_layer_id_list(layer_type=kind, vp_stage=vp_stage, pp_rank=pipeline_rank))
-    block = importlib.import_module("megatron.core.transformer.transformer_block")
-    layer = importlib.import_module("megatron.core.transformer.transformer_layer")
+    from megatron.core.transformer import transformer_block as block
+    from megatron.core.transformer import transformer_layer as layer
+
     first = layer.get_transformer_layer_offset(config, vp_stage, pipeline_rank)
     return list(range(first, first + block.get_num_layers_to_build(config, vp_stage, pipeline_rank)))
 
@@ -81,7 +86,8 @@ def heads_from_rows(features: Tensor, sections: tuple[int, ...], group: Any) -> 
     Returns:
         [P rows, batch, features / P].
     """
-    common = importlib.import_module("megatron.core.ssm.gated_delta_net.common")
+    from megatron.core.ssm.gated_delta_net import common
+
     order = common._build_head_perm_for_split_sections(sections, group.size(), features.device)
     rows: Tensor = common.tensor_a2a_cp2hp(
         features.index_select(-1, order),
@@ -95,7 +101,8 @@ def heads_from_rows(features: Tensor, sections: tuple[int, ...], group: Any) -> 
 
 def rows_from_heads(features: Tensor, group: Any) -> Tensor:
     """Return the all-to-all back: [P rows, batch, features / P] to [rows, batch, features]."""
-    common = importlib.import_module("megatron.core.ssm.gated_delta_net.common")
+    from megatron.core.ssm.gated_delta_net import common
+
     rows: Tensor = common.tensor_a2a_hp2cp(
         features.contiguous(), seq_dim=0, head_dim=-1, cp_group=group, redo_attention_load_balancing=False
     )
@@ -104,6 +111,7 @@ def rows_from_heads(features: Tensor, group: Any) -> Tensor:
 
 def share_of_heads(parameter: Tensor, group: Any, sections: list[int] | None = None) -> Tensor:
     """Return this rank's share of a parameter's first dim, of each section of it."""
-    common = importlib.import_module("megatron.core.ssm.gated_delta_net.common")
+    from megatron.core.ssm.gated_delta_net import common
+
     share: Tensor = common.get_parameter_local_cp(parameter, dim=0, cp_group=group, split_sections=sections)
     return share

@@ -6,7 +6,6 @@ Its symbols are in `required_symbols.REQUIRED_SYMBOLS`. Nothing here imports Meg
 
 import contextlib
 import functools
-import importlib
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 
 def saved_arguments(path: Path) -> Namespace | None:
     """The arguments in the `torch_dist` checkpoint of a folder (`iter_...` or `release`); None if there are none."""
-    dist_checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
+    from megatron.core import dist_checkpointing
+
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         return None
     args: Namespace | None = dist_checkpointing.load_common_state_dict(str(path)).get("args")
@@ -24,22 +24,30 @@ def saved_arguments(path: Path) -> Namespace | None:
 
 def initialize_megatron() -> None:
     """Makes process groups and random states, after Megatron's arguments have become the global ones."""
-    importlib.import_module("megatron.training.initialize").initialize_megatron()
+    from megatron.training.initialize import initialize_megatron
+
+    initialize_megatron()
 
 
 def load_weights(model: Any) -> None:
     """Loads what the global `--load` names into a (wrapped) model, and neither optimizer nor random state."""
-    importlib.import_module("megatron.training.checkpointing").load_checkpoint([model], None, None)
+    from megatron.training.checkpointing import load_checkpoint
+
+    load_checkpoint([model], None, None)
 
 
 def unwrapped(model: Any) -> Any:
     """The GPT model under Megatron's wrappers."""
-    return importlib.import_module("megatron.core.utils").unwrap_model(model)
+    from megatron.core.utils import unwrap_model
+
+    return unwrap_model(model)
 
 
 def tokenizer() -> Any:
     """Megatron's tokenizer."""
-    return importlib.import_module("megatron.training.global_vars").get_tokenizer()
+    from megatron.training.global_vars import get_tokenizer
+
+    return get_tokenizer()
 
 
 @contextlib.contextmanager
@@ -48,8 +56,10 @@ def recorded_evaluations() -> Iterator[list[dict[str, Any]]]:
 
     Megatron prints them with seven digits; only the last rank has the sums.
     """
-    training: Any = importlib.import_module("megatron.training.training")
-    get_args = importlib.import_module("megatron.training.global_vars").get_args
+    from megatron.training import training
+    from megatron.training.global_vars import get_args
+
+    get_args = get_args
     evaluations: list[dict[str, Any]] = []
     stock = training.evaluate
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Touches of Megatron's models and their layers; see `megatron_csbp.megatron_compat`."""
 
-import importlib
 from typing import Any
 
 
@@ -12,7 +11,8 @@ def layer_window(config: Any, layer_number: int) -> int | None:
         config: Megatron's `TransformerConfig`.
         layer_number: number of the layer in the whole model, from 1.
     """
-    utils = importlib.import_module("megatron.core.transformer.utils")
+    from megatron.core.transformer import utils
+
     if not utils.is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
     left: int = config.window_size[0]
@@ -26,7 +26,9 @@ def use_rows_in_rotary(model: Any, rows: Any) -> None:
         model: the (wrapped) stage; learned positions or a stage without layers have no rotary embedding.
         rows: `RankRows` of the sample, or None for those of every sample.
     """
-    unwrapped = importlib.import_module("megatron.core.utils").unwrap_model(model)
+    from megatron.core.utils import unwrap_model
+
+    unwrapped = unwrap_model(model)
     rotary = getattr(unwrapped, "rotary_pos_emb", None)
     if rotary is not None:
         rotary.use(rows)

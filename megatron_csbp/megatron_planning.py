@@ -5,7 +5,6 @@ Its symbols are in `required_symbols.REQUIRED_SYMBOLS`. Nothing here imports Meg
 """
 
 import contextlib
-import importlib
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +14,11 @@ import torch
 
 def forget_arguments() -> None:
     """Lets the next command line be parsed: Megatron keeps one for the life of a process."""
-    importlib.import_module("megatron.training.global_vars").destroy_global_vars()
-    importlib.import_module("megatron.core.num_microbatches_calculator").destroy_num_microbatches_calculator()
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.training.global_vars import destroy_global_vars
+
+    destroy_global_vars()
+    destroy_num_microbatches_calculator()
 
 
 @contextlib.contextmanager
@@ -26,9 +28,10 @@ def parallel_state(args: Namespace) -> Iterator[Any]:
     Args:
         args: Validated arguments; the default process group must be initialised with all ranks.
     """
-    mpu = importlib.import_module("megatron.core.parallel_state")
-    collection = importlib.import_module("megatron.core.process_groups_config").ProcessGroupCollection
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    from megatron.core import parallel_state as mpu
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import random
+
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -40,7 +43,7 @@ def parallel_state(args: Namespace) -> Iterator[Any]:
     )
     try:
         random.model_parallel_cuda_manual_seed(1)
-        yield collection.use_mpu_process_groups()
+        yield ProcessGroupCollection.use_mpu_process_groups()
     finally:
         mpu.destroy_model_parallel()
 

@@ -6,7 +6,6 @@ Its symbols are in `required_symbols.REQUIRED_SYMBOLS`. Nothing here imports Meg
 
 import copy
 import functools
-import importlib
 import math
 from argparse import Namespace
 from collections.abc import Callable
@@ -14,13 +13,12 @@ from typing import Any
 
 import torch
 
-_TRAINING = "megatron.training.training"
-_GLOBALS = "megatron.training.global_vars"
-
 
 def arguments() -> Namespace:
     """Megatron's global arguments."""
-    args: Namespace = importlib.import_module(_GLOBALS).get_args()
+    from megatron.training.global_vars import get_args
+
+    args: Namespace = get_args()
     return args
 
 
@@ -35,7 +33,9 @@ def call_after_backward(model: Any, hook: Callable[[], None]) -> None:
         model: Any (wrapped) stage of this rank; all share one config.
         hook: Called after Megatron's own function.
     """
-    config = importlib.import_module("megatron.core.utils").get_model_config(model)
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(model)
     finalize = config.finalize_model_grads_func
     assert finalize is not None, "Megatron sets finalize_model_grads_func before the first training step"
 
@@ -50,7 +50,9 @@ def call_after_backward(model: Any, hook: Callable[[], None]) -> None:
 
 def computes_loss(model: Any) -> bool:
     """Whether a stage has the output layer."""
-    return bool(importlib.import_module("megatron.core.utils").get_attr_wrapped_model(model, "post_process"))
+    from megatron.core.utils import get_attr_wrapped_model
+
+    return bool(get_attr_wrapped_model(model, "post_process"))
 
 
 def is_counted_chunk(model: Any) -> bool:
@@ -58,9 +60,13 @@ def is_counted_chunk(model: Any) -> bool:
 
     That is the one with the output layer or, on ranks that have none, the first.
     """
-    if importlib.import_module("megatron.core.parallel_state").is_pipeline_last_stage(ignore_virtual=True):
+    from megatron.core.parallel_state import is_pipeline_last_stage
+
+    if is_pipeline_last_stage(ignore_virtual=True):
         return computes_loss(model)
-    stage = importlib.import_module("megatron.core.utils").get_attr_wrapped_model(model, "vp_stage")
+    from megatron.core.utils import get_attr_wrapped_model
+
+    stage = get_attr_wrapped_model(model, "vp_stage")
     return stage is None or stage == 0
 
 
@@ -73,7 +79,9 @@ def stock_flops(args: Namespace, rows: float, squared_lengths: float) -> float:
         squared_lengths: Sum of the squares of the lengths of causal sequences.
     """
     # A copy, since the function fills in the number of query groups.
-    flops: float = importlib.import_module(_TRAINING).num_floating_point_operations(
+    from megatron.training.training import num_floating_point_operations
+
+    flops: float = num_floating_point_operations(
         copy.copy(args), 1, seqlen_squared_sum_in_batch=squared_lengths, total_real_tokens_in_batch=rows
     )
     return flops
@@ -94,19 +102,24 @@ def count_rows(rows: float, squared_lengths: float) -> None:
     deviation = math.sqrt(squared_lengths / (2 * couples) - mean * mean)
     lengths = torch.tensor([mean + deviation, mean - deviation], dtype=torch.float64).repeat(couples)
     boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    importlib.import_module(_TRAINING).update_seqlen_stats_from_cu_seqlens(boundaries)
+    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+
+    update_seqlen_stats_from_cu_seqlens(boundaries)
 
 
 def global_batch_size() -> int:
     """Samples in the current iteration, over all ranks."""
-    calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
+    from megatron.core import num_microbatches_calculator as calculator
+
     size: int = calculator.get_current_running_global_batch_size()
     return size
 
 
 def logged_training_seconds() -> float:
     """Seconds of this run spent in training iterations up to Megatron's last log line; waits for no device."""
-    seconds: float = importlib.import_module(_GLOBALS).get_timers()("interval-time").active_time()
+    from megatron.training.global_vars import get_timers
+
+    seconds: float = get_timers()("interval-time").active_time()
     return seconds
 
 
@@ -122,7 +135,9 @@ def log_timer(name: str, seconds: float, iterations: int, iteration: int, args: 
         iteration: Number of the iteration.
         args: Megatron's arguments.
     """
-    timers = importlib.import_module(_GLOBALS).get_timers()
+    from megatron.training.global_vars import get_timers
+
+    timers = get_timers()
     timers(name, log_level=0).set_elapsed(seconds)
     for flag, writer in ((args.tensorboard_dir, _tensorboard_writer()), (args.wandb_project, _wandb_writer())):
         if flag:
@@ -140,12 +155,18 @@ def log_scalar(name: str, value: float, iteration: int) -> None:
 
 def print_on_last_rank(message: str) -> None:
     """Prints where Megatron prints its training log."""
-    importlib.import_module("megatron.training.utils").print_rank_last(message)
+    from megatron.training.utils import print_rank_last
+
+    print_rank_last(message)
 
 
 def _tensorboard_writer() -> Any:
-    return importlib.import_module(_GLOBALS).get_tensorboard_writer()
+    from megatron.training.global_vars import get_tensorboard_writer
+
+    return get_tensorboard_writer()
 
 
 def _wandb_writer() -> Any:
-    return importlib.import_module(_GLOBALS).get_wandb_writer()
+    from megatron.training.global_vars import get_wandb_writer
+
+    return get_wandb_writer()

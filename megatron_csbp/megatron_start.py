@@ -4,7 +4,6 @@
 Its symbols are in `required_symbols.REQUIRED_SYMBOLS`. Nothing here imports Megatron until it is called.
 """
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,9 @@ import torch
 
 def eod_token_id() -> int | None:
     """Return the id that Megatron's tokenizer ends a document with; None if it has none, or none by that name."""
-    tokenizer = importlib.import_module("megatron.training.global_vars").get_tokenizer()
+    from megatron.training.global_vars import get_tokenizer
+
+    tokenizer = get_tokenizer()
     try:
         eod = tokenizer.eod
     except (AttributeError, NotImplementedError):
@@ -36,7 +37,9 @@ class Token:
 
 def token_of(token_id: int) -> Token:
     """Return what Megatron's tokenizer makes of an id."""
-    tokenizer = importlib.import_module("megatron.training.global_vars").get_tokenizer()
+    from megatron.training.global_vars import get_tokenizer
+
+    tokenizer = get_tokenizer()
     size: int = tokenizer.vocab_size
     if token_id >= size:
         return Token(f"no token of the tokenizer, which has {size}", is_text=False)
@@ -56,7 +59,9 @@ def token_of(token_id: int) -> Token:
 
 def declared_mask_id() -> int | None:
     """Return the id that Megatron's tokenizer declares as its mask, or None."""
-    tokenizer = importlib.import_module("megatron.training.global_vars").get_tokenizer()
+    from megatron.training.global_vars import get_tokenizer
+
+    tokenizer = get_tokenizer()
     try:
         mask = tokenizer.mask
     except (AttributeError, NotImplementedError, KeyError, IndexError, TypeError):
@@ -66,7 +71,9 @@ def declared_mask_id() -> int | None:
 
 def vocab_size() -> int:
     """The ids that Megatron's tokenizer has; some do not count the end of a document, which comes last."""
-    size: int = importlib.import_module("megatron.training.global_vars").get_tokenizer().vocab_size
+    from megatron.training.global_vars import get_tokenizer
+
+    size: int = get_tokenizer().vocab_size
     end = eod_token_id()
     return size if end is None else max(size, end + 1)
 
@@ -84,8 +91,9 @@ def restart_default_generator() -> None:
     warm-up draws as many numbers as a rank has rows: without this, runs on different numbers of ranks would start
     from different weights.
     """
-    global_vars = importlib.import_module("megatron.training.global_vars")
-    mpu = importlib.import_module("megatron.core.parallel_state")
+    from megatron.core import parallel_state as mpu
+    from megatron.training import global_vars
+
     args = global_vars.get_args()
     seed = args.seed + 100 * mpu.get_pipeline_model_parallel_rank()
     if args.data_parallel_random_init:

@@ -21,6 +21,7 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron_csbp import (
     arguments,
     check_mode,
+    megatron_arguments,
     megatron_checkpoints,
     megatron_compat,
     megatron_delta_net,
@@ -95,7 +96,7 @@ def parse_and_validate_args(
 
     def add_flags(parser: ArgumentParser) -> ArgumentParser:
         parser = arguments.add_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
-        megatron_compat.make_help_printable(parser)
+        megatron_arguments.make_help_printable(parser)
         say_errors_in_one_line(parser)
         parsers.append(parser)
         if set_defaults is not None:
@@ -118,7 +119,7 @@ def parse_and_validate_args(
     def after(args: Namespace) -> None:
         changes.extend(_after_validation(args))
 
-    args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
+    args = megatron_arguments.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
         _set_up_block_diffusion(args)
     start = _agreed_start(args, FlagNames(parsers[-1]))
@@ -171,7 +172,8 @@ def _set_up_block_diffusion(args: Namespace) -> None:
     )
     declared, spare = megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
     advice = good_mask_token(args.mask_token_id, declared, spare)
-    validate_data_files(args, megatron_loading.tokenizer(), advice)
+    tokenizer = None if check_mode.leaves_data_open(args) else megatron_loading.tokenizer()
+    validate_data_files(args, tokenizer, advice)
     correct_distributed_optimizer_now()
     if args.full_validation:
         correct_full_validation_now(args)

@@ -8,12 +8,9 @@ seam for the sampler, so the class that Megatron's loader takes is replaced.
 """
 
 import functools
-import importlib
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sized
-
-_MODULE = "megatron.training.datasets.data_samplers"
 
 SampleIndex = int | None
 """Index of a sample, or None for a sample without loss that fills a batch (as in Megatron's own datasets)."""
@@ -82,5 +79,6 @@ def correct_full_validation_now(args: Namespace) -> None:
         micro_batch_size=args.eval_micro_batch_size,
         num_micro_batches=args.eval_global_batch_size // of_all_ranks,
     )
-    module = importlib.import_module(_MODULE)
+    from megatron.training.datasets import data_samplers as module
+
     setattr(module, "MegatronFullValidationSampler", sampler)  # noqa: B010

@@ -2,8 +2,10 @@
 """The documentation site builds without a warning, and no link inside it leads nowhere. No network."""
 
 import os
+import re
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,13 @@ def test_the_reference_has_the_docstrings(site: Path) -> None:
     assert 'id="megatron_csbp.transformer.geometry.plan.plan_attention"' in page
     # An argument of its docstring.
     assert "<strong>clean_queries</strong>" in page
+
+
+def test_the_messages_are_those_of_the_code(site: Path) -> None:
+    page = (site / "docs" / "messages.html").read_text()
+    assert "--diffusion-block-size ... must be at least 1 token; 32 is a usual value." in unescape(
+        re.sub("<[^>]+>", "", page)
+    )
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:

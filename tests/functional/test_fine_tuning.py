@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning on conversations: packed documents count like documents alone, and the mask token's row starts well."""
 
+import importlib
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,8 @@ from megatron_csbp.data.packed_dataset import LOSS_SUFFIX
 from tests.functional.model_flags import BLOCKS, CSBP2, CSBP4, TIED, TP2, UNTIED_MQA, iterations, words
 from tests.functional.test_data import without
 from tests.support.checkpoint_tensors import load_parameters
-from tests.support.megatron_run import Ranks
+from tests.support.forked_module import run_module
+from tests.support.megatron_run import ROOT, Ranks
 from tests.unit_tests.data.support import write_indexed
 
 TOLERANCE = 1e-5
@@ -77,6 +83,42 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return max(((one - other).norm() / other.norm()).item() for one, other in pairs)
 
 
+@pytest.fixture(scope="module")
+def commands() -> str:
+    return re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "fine_tuning.md").read_text(), flags=re.DOTALL)[0]
+
+
+def test_the_page_trains_on_answers_as_printed_by_both_entries(
+    commands: str, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell reads the page; what it would start runs here: modules in this process, torchrun's on forked ranks."""
+    noted = tmp_path / "noted"
+    note = f'{{ printf "%s\\t" "$@" >> {noted}; echo >> {noted}; }}'
+    functions = (
+        f'torchrun() {note}\nnote() {note}\npython() {{ [ "$1" = -m ] && note "$@" || command python "$@"; }}\n'
+    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(["bash", "-ec", functions + commands], cwd=tmp_path, env=os.environ | {"PATH": path}, check=True)
+    monkeypatch.chdir(tmp_path)
+    script = str(ROOT / "tests/functional/stock_shape_pretrain_gpt.py")
+    losses = []
+    for line in noted.read_text().splitlines():
+        command = line.rstrip("\t").split("\t")
+        if command[0] == "-m":
+            assert importlib.import_module(command[1]).main(command[2:]) == 0
+            continue
+        places = {"chat/tokenizer": str(tmp_path / "chat/tokenizer"), "chat/data": str(tmp_path / "chat/data")}
+        places["pretrain_gpt.py"] = script
+        run = run_module(ranks, [places.get(word, word) for word in command]).check()
+        assert "mask token 1: '<|mask|>', the mask that the tokenizer declares" in run.output
+        assert "of the tokens are learnt (by generation markers of the chat template)" in run.output
+        losses.append(re.findall(r"\| lm loss: (\S+) \|", run.output))
+    assert "marked in chat/data.loss.bin by generation markers of the chat template" in capsys.readouterr().err
+    assert len(losses) == 2
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1]
+
+
 def test_a_conversion_starts_the_mask_tokens_rows_as_the_mean(ranks: Ranks, tmp_path: Path) -> None:
     model = words("--no-save-optim --no-save-rng --lr 0 --min-lr 0")
     model = [*without(UNTIED_MQA, "--lr", "--min-lr"), *model, *iterations(1)]
@@ -85,12 +127,12 @@ def test_a_conversion_starts_the_mask_tokens_rows_as_the_mean(ranks: Ranks, tmp_
     conversion = [*model, *BLOCKS, "--load", str(tmp_path / "autoregressive"), "--finetune", "--save"]
     one = ranks.train([*conversion, str(tmp_path / "one")]).check()
     said = one.output.partition("  start:")[2]
-    assert "the row of mask token 190 starts as the mean of the 188 trained rows" in said, said[:400]
+    assert "the row of mask token 190 starts as the mean of the 187 trained rows" in said, said[:400]
     mixed = words("--bf16 --use-distributed-optimizer")  # which copies the weights once they are loaded
     ranks.train([*conversion, str(tmp_path / "two"), *TP2, *mixed], 2).check()
     ones, twos = load_parameters(tmp_path / "one", 1), load_parameters(tmp_path / "two", 1)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        mean = before[name][:188].double().mean(0).float()
+        mean = before[name][:187].double().mean(0).float()
         assert torch.equal(ones[name][190], mean)
         kept = [row for row in range(len(mean)) if row != 190]
         assert torch.equal(ones[name][kept], before[name][kept])

@@ -19,6 +19,8 @@ PAGES = ("README.md", "examples/README.md", "docs/gpu.md")
 ENTRY = re.compile(r"-m megatron_csbp\.(?:pretrain_gpt|launch (?:\S*/)?pretrain_gpt\.py)")
 NEED_FILES = ("--tokenizer-model", "--data-path", "--pretrained-checkpoint", "--load", "--save", "--split")
 WITHOUT_DATA = words("--mock-data --tokenizer-type NullTokenizer --split 90,5,5")
+# Mock data count to 4,094 at most, and hold the mask token of Nemotron-Labs-Diffusion.
+MASK = words("--mask-token-id 5000")
 # What `$ARGS` of the README may be, and the vocabulary of a recipe's tokenizer.
 OWN_ARGUMENTS = [*MODEL, *TRAINING, *words("--num-layers 2 --num-query-groups 2 --micro-batch-size 1 --bf16")]
 OWN_ARGUMENTS += words("--seq-length 512 --max-position-embeddings 512 --global-batch-size 8 --train-iters 2")
@@ -64,7 +66,7 @@ def complete(arguments: str) -> list[str]:
     kept += WITHOUT_DATA
     for model, size in VOCABULARY.items():
         if any(model in word for word in kept):
-            kept += ["--vocab-size", size]
+            kept += ["--vocab-size", size, *MASK]
     return kept
 
 

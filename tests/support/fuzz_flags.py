@@ -13,6 +13,7 @@ OURS = {
     "--corrupted-views": "1 2 3 0",
     "--window-anchor": "position block",
     "--mask-token-id": "190 188 0 186 187 191 192 -1",
+    "--init-mask-token": "mean mean-noise keep",
     "--diffusion-objective": "block-diffusion nemotron fast-dllm-v2",
     "--clean-attention": "token-causal block-causal",
     "--diffusion-loss-weight": "0.3 0 1 -1 nan",

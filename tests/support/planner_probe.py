@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holds the planner's figures against a real training run: a hook of `tests.support.recorded_entry`.
 
-Each rank writes what it measured and what the planner says of the same arguments, as JSON.
+Each rank writes what it measured and what the planner says of the same arguments, as JSON, beside `--csbp-ledger`.
 """
 
 import functools
+import importlib
 import json
 import os
 from pathlib import Path
@@ -15,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_csbp.tools.memory_meter import SavedActivations
 
-FOLDER = "PLANNER_PROBE"
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm")
 """Matrix products of linear layers, as PyTorch's counter names them; attention is a kernel of its own."""
 
@@ -27,7 +27,6 @@ def measure() -> None:
 
     measured: dict[str, Any] = {"saved": {}, "products": {}}
     forward, train_step = TransformerLayer.forward, training.train_step
-    ignored: set[int] = set()
 
     @functools.wraps(forward)
     def count(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +34,7 @@ def measure() -> None:
             return forward(layer, *args, **kwargs)
         with SavedActivations() as saved, FlopCounterMode(display=False) as counter:
             result = forward(layer, *args, **kwargs)
-        held = {tensor.untyped_storage()._cdata for tensor in layer.parameters()} | ignored
+        held = {tensor.untyped_storage()._cdata for tensor in layer.parameters()}
         kept = {key: size for key, size in saved.storages.items() if key not in held}
         measured["saved"][str(layer.layer_number)] = sum(kept.values())
         products = {str(name): number for name, number in counter.get_flop_counts()["Global"].items()}
@@ -48,8 +47,8 @@ def measure() -> None:
         if "weights" not in measured:
             measured.update(_states(model, optimizer))
             measured["planned"] = _planned()
-            rank = os.environ["RANK"]
-            Path(os.environ[FOLDER], f"rank{rank}.json").write_text(json.dumps(measured))
+            ledger = Path(importlib.import_module("megatron.training").get_args().csbp_ledger)
+            ledger.with_name(f"measured{os.environ['RANK']}.json").write_text(json.dumps(measured))
         return result
 
     TransformerLayer.forward = count
@@ -101,4 +100,37 @@ def _planned() -> dict[str, Any]:
         executed = operations.mixer_operations(job, layer) + operations.mlp_operations(job, layer)
         products[str(layer.number)] = executed
         moved += layer_traffic(job, layer, recomputed).context * job.micro_batches
-    return {"saved": layers, "products": products, "moved": moved, **memory.state_bytes(job, stage)}
+    delta_nets = [str(layer.number) for layer in job.network.layers if not layer.attends]
+    found = {"saved": layers, "products": products, "moved": moved, "delta_nets": delta_nets}
+    return found | memory.state_bytes(job, stage)
+
+
+def plan(request: dict[str, Any]) -> None:
+    """Run the planner's command on a rank of a forked world, and leave with its exit status.
+
+    Args:
+        request: `arguments` of the command.
+    """
+    import sys
+
+    from megatron_csbp import dry_run
+
+    sys.argv = ["dry_run", *request["arguments"]]
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    dry_run.main()
+
+
+def plan_recipes(request: dict[str, Any]) -> None:
+    """Plan all recipes in this one process, and write their plans and the lines of the table.
+
+    Args:
+        request: `result`: file to write JSON to.
+    """
+    from examples import plan_table
+
+    found = {}
+    for recipe, planned in plan_table.plans():
+        name = f"{recipe.model.folder}/{recipe.path.stem}"
+        found[name] = {"plan": planned, "row": plan_table.row(recipe, planned)}
+    Path(request["result"]).write_text(json.dumps(found))

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the flags say, and what they change among Megatron's arguments."""
 
+import subprocess
+import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
+import megatron_csbp
 from megatron_csbp.arguments import (
     Change,
     is_block_diffusion,
@@ -20,6 +24,17 @@ from tests.support.megatron_arguments import VALID, parse, parser
 def prepared(flags: str) -> tuple[Namespace, list[Change]]:
     args, given = parse(f"{VALID} {flags}")
     return args, prepare_before_validation(args, given)
+
+
+def test_nothing_of_megatron_is_imported_until_a_run_starts() -> None:
+    """The CPU runtime has to come first, so what is imported before it may import Megatron inside functions only."""
+    edges = ", ".join(f"megatron_csbp.{path.stem}" for path in Path(megatron_csbp.__path__[0]).glob("megatron_*.py"))
+    program = (
+        f"import sys; import megatron_csbp.arguments, megatron_csbp.cpu_runtime, {edges};"
+        "print([name for name in sys.modules if name.split('.')[0] == 'megatron'])"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
 
 
 def test_help_groups_our_flags() -> None:

@@ -46,7 +46,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 250
+    assert len(README.read_text().splitlines()) <= 150
 
 
 def test_the_flags_page_is_the_parsers() -> None:
@@ -55,13 +55,12 @@ def test_the_flags_page_is_the_parsers() -> None:
     assert (ROOT / "docs" / "flags.md").read_text() == written, "run docs/write_flags.py > docs/flags.md"
 
 
-def test_the_readme_names_flags_that_exist() -> None:
-    known = re.findall(r"--[a-z-]+", (ROOT / "docs" / "flags.md").read_text())
-    table = README.read_text().partition("### Flags")[2].partition("\n## ")[0]
-    first_column = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `--")]
+def test_the_flags_in_short_are_flags() -> None:
+    short, _, every = (ROOT / "docs" / "flags.md").read_text().partition("## All")
+    first_column = [line.split("|")[1] for line in short.splitlines() if line.startswith("| `--")]
     flags = [flag for cell in first_column for flag in re.findall(r"--[a-z-]+", cell)]
     assert len(flags) >= 9
-    assert [flag for flag in flags if flag not in known] == []
+    assert [flag for flag in flags if f"`{flag}`" not in every] == []
 
 
 def test_the_page_of_faults_names_tests_that_exist() -> None:
@@ -85,14 +84,11 @@ def messages() -> str:
     return "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "page, heading", [(README, "## When something fails"), (TROUBLESHOOTING, "## At start")], ids=["README", "page"]
-)
-def test_quoted_messages_are_in_the_code(page: Path, heading: str) -> None:
-    table = page.read_text().partition(heading)[2].partition("\n## ")[0]
+def test_quoted_messages_are_in_the_code() -> None:
+    table = TROUBLESHOOTING.read_text().partition("## At start")[2].partition("\n## While it runs")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     quoted = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
-    assert len(quoted) >= 8
+    assert len(quoted) >= 50
     said = messages()
     assert [message for message in quoted if message not in said] == []
 
@@ -105,5 +101,5 @@ def test_figures_of_the_14b_model_are_the_plans() -> None:
         gibibytes[scheme] = 40 * 3 * moved / 2**30
     csbp, cp = (f"{number:.2f} GiB" for number in gibibytes.values())
     assert (csbp, cp) == ("105.00 GiB", "210.00 GiB")
-    text = " ".join(README.read_text().split())
+    text = " ".join((ROOT / "docs" / "parallelism.md").read_text().split())
     assert f"receives {csbp} for each sequence and rank under CSBP, and {cp.removesuffix(' GiB')}" in text

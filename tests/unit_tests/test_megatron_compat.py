@@ -3,6 +3,7 @@
 
 import ast
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_csbp.megatron_compat import REQUIRED_SYMBOLS, RequiredSymbol
 PACKAGE = Path(megatron_compat.__file__).parent
 COMPATIBILITY_MODULES = (
     "megatron_compat.py",
+    "megatron_arguments.py",
     "megatron_checkpoints.py",
     "megatron_delta_net.py",
     "megatron_planning.py",
@@ -41,35 +43,27 @@ def test_every_symbol_that_is_touched_is_in_the_table(file: str) -> None:
 
 
 def touched_symbols(path: Path) -> Iterator[str]:
-    """Yield what a file takes from modules that it imports by `importlib.import_module("megatron...")`."""
+    """Yield what a file takes from Megatron: names that it imports, and attributes of modules that it imports."""
     tree = ast.parse(path.read_text())
-    constants = {
-        target.id: node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-
-    def imported_module(node: ast.AST) -> str | None:
-        if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module"):
-            return None
-        argument = node.args[0]
-        return constants.get(argument.id) if isinstance(argument, ast.Name) else ast.literal_eval(argument)
-
     for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
-        modules: dict[str, str | None] = {
-            target.id: imported_module(node.value)
+        imported = {
+            alias.asname or alias.name: f"{node.module}.{alias.name}"
             for node in ast.walk(function)
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name)
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "megatron"
+            for alias in node.names
         }
+        modules = {name: full for name, full in imported.items() if is_module(full)}
+        yield from (full for name, full in imported.items() if name not in modules)
         for node in ast.walk(function):
-            if isinstance(node, ast.Attribute):
-                local = modules.get(node.value.id) if isinstance(node.value, ast.Name) else None
-                if (module := imported_module(node.value) or local) is not None:
-                    yield f"{module}.{node.attr}"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                yield f"{modules[node.value.id]}.{node.attr}"
+
+
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
 
 
 @pytest.mark.parametrize(

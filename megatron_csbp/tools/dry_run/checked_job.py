@@ -71,7 +71,10 @@ def check_job(words: Sequence[str], gpus: int, runtime: RuntimeInfo, node: int) 
     try:
         with contextlib.redirect_stdout(said):
             args = training_setup.parse_and_validate_args(
-                runtime, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}, changes=changes
+                runtime,
+                args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+                set_defaults=check_mode.leave_data_open if not_checked else None,
+                changes=changes,
             )
             if not arguments.is_block_diffusion(args):
                 raise ValueError(

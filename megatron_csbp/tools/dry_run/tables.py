@@ -60,7 +60,7 @@ class Gpu:
             forward=self.attention_forward_tflops * 1e12,
             backward=self.attention_backward_tflops * 1e12,
             memory=self.memory_tbytes * 1e12,
-            launch_seconds=self.launch_us * 1e-6,
+            launch_seconds=self.launch_us / 1e6,
         )
 
 

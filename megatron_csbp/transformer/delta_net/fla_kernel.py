@@ -42,7 +42,9 @@ def chunk_gated_delta_rule() -> Callable[..., Any]:
     Raises:
         ImportError: fla is not installed, or its Triton is not.
     """
-    function: Callable[..., Any] = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    function: Callable[..., Any] = chunk_gated_delta_rule
     return function
 
 
