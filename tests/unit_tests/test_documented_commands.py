@@ -64,7 +64,7 @@ COMMANDS = {f"{page.relative_to(ROOT)} {number}": line for page in PAGES for num
 def words_of(line: str) -> list[str]:
     """Return a command's words, without what stands for more of them."""
     line = line.replace("...", "").replace("<the run's flags>", "").replace("[", "").replace("]", "")
-    # A shell variable that holds the command ends in a quote, and a line of which a page shows the head in a backslash.
+    # A variable that holds the command ends in a quote, and the head of a line in a backslash.
     return [word for word in shlex.split(line.rstrip('"\\ '), comments=True) if not word.startswith("$")]
 
 
