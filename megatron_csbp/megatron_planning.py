@@ -14,11 +14,10 @@ import torch
 
 def forget_arguments() -> None:
     """Lets the next command line be parsed: Megatron keeps one for the life of a process."""
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.training.global_vars import destroy_global_vars
 
     destroy_global_vars()
-    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-
     destroy_num_microbatches_calculator()
 
 
@@ -31,8 +30,6 @@ def parallel_state(args: Namespace) -> Iterator[Any]:
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.process_groups_config import ProcessGroupCollection
-
-    collection = ProcessGroupCollection
     from megatron.core.tensor_parallel import random
 
     mpu.initialize_model_parallel(
@@ -46,7 +43,7 @@ def parallel_state(args: Namespace) -> Iterator[Any]:
     )
     try:
         random.model_parallel_cuda_manual_seed(1)
-        yield collection.use_mpu_process_groups()
+        yield ProcessGroupCollection.use_mpu_process_groups()
     finally:
         mpu.destroy_model_parallel()
 

@@ -21,6 +21,7 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron_csbp import (
     arguments,
     check_mode,
+    megatron_arguments,
     megatron_checkpoints,
     megatron_compat,
     megatron_delta_net,
@@ -95,7 +96,7 @@ def parse_and_validate_args(
 
     def add_flags(parser: ArgumentParser) -> ArgumentParser:
         parser = arguments.add_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
-        megatron_compat.make_help_printable(parser)
+        megatron_arguments.make_help_printable(parser)
         say_errors_in_one_line(parser)
         parsers.append(parser)
         if set_defaults is not None:
@@ -118,7 +119,7 @@ def parse_and_validate_args(
     def after(args: Namespace) -> None:
         changes.extend(_after_validation(args))
 
-    args = megatron_compat.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
+    args = megatron_arguments.parse_and_validate_arguments(add_flags, args_defaults or {}, check_files, before, after)
     if arguments.is_block_diffusion(args):
         _set_up_block_diffusion(args)
     start = _agreed_start(args, FlagNames(parsers[-1]))

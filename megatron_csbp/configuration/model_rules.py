@@ -94,7 +94,8 @@ def check_delta_net(args: Namespace) -> None:
             "--experimental-attention-variant gated_delta_net needs --linear-attention-freq; 4 makes three of four "
             "layers gated delta nets, as Qwen3.5 has them."
         )
-    _check_frequency(args.linear_attention_freq, args.num_layers)
+    if args.num_layers is not None:  # else Megatron asks for it
+        _check_frequency(args.linear_attention_freq, args.num_layers)
     _check_delta_net_sizes(args)
     if not args.swiglu:
         raise ValueError(
@@ -135,6 +136,11 @@ def _check_frequency(frequency: int | list[int], num_layers: int) -> None:
         raise ValueError(
             f"{given} has {len(frequency)} entries and --num-layers is {num_layers}: it must have a 1 for each gated "
             f"delta net and a 0 for each full attention, for example {'([1]*3+[0])*' + str(-(-num_layers // 4))}."
+        )
+    if frequency > num_layers if isinstance(frequency, int) else all(frequency):
+        raise ValueError(
+            f"{given} makes all {num_layers} layers gated delta nets; with --diffusion-block-size at least one must "
+            f"be full attention, as --linear-attention-freq {num_layers} makes the last one."
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_csbp import arguments, megatron_compat, megatron_loading, megatron_start
+from megatron_csbp import arguments, megatron_arguments, megatron_compat, megatron_loading, megatron_start
 from megatron_csbp.configuration.checkpoint_defaults import named_checkpoint, set_defaults_from_checkpoint
 from megatron_csbp.configuration.checkpoint_rules import check_files
 from megatron_csbp.configuration.config_file import set_defaults_from_yaml, take_yaml_flag
@@ -40,7 +40,7 @@ def parse_arguments(runtime: RuntimeInfo) -> Namespace:
     def add_flags(parser: ArgumentParser) -> ArgumentParser:
         arguments.add_arguments(parser)
         add_arguments(parser)
-        megatron_compat.make_help_printable(parser)
+        megatron_arguments.make_help_printable(parser)
         say_errors_in_one_line(parser)
         if saved is not None:
             set_defaults_from_checkpoint(parser, saved)
@@ -56,7 +56,7 @@ def parse_arguments(runtime: RuntimeInfo) -> Namespace:
         # Weights only; a checkpoint that cannot be read ends the command.
         args.finetune = args.no_load_optim = args.no_load_rng = args.exit_on_missing_checkpoint = True
 
-    return megatron_compat.parse_and_validate_arguments(add_flags, {}, check_files, before, lambda args: None)
+    return megatron_arguments.parse_and_validate_arguments(add_flags, {}, check_files, before, lambda args: None)
 
 
 @contextlib.contextmanager

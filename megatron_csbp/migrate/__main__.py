@@ -84,10 +84,10 @@ def _flags() -> argparse.ArgumentParser:
     hush_optional_packages()
     cpu_runtime.install("cpu")
 
-    from megatron_csbp import megatron_compat
+    from megatron_csbp import megatron_arguments
     from megatron_csbp.arguments import add_arguments
 
-    return add_arguments(megatron_compat.argument_parser())
+    return add_arguments(megatron_arguments.argument_parser())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -99,7 +99,16 @@ def test_resumes_bit_for_bit(
         pytest.param("fp32, sharded optimizer", [], 1, id="one rank, sharded optimizer"),
         pytest.param("fp32, sharded optimizer", TP2, 2, id="tp2, sharded optimizer"),
         pytest.param("fp32, sharded optimizer", CSBP2, 4, id="dp2 x csbp2, sharded optimizer"),
-        pytest.param("gated delta nets, sharded optimizer", [*TP2, *CSBP2], 4, id="gated delta nets, tp2 x csbp2"),
+        *(
+            pytest.param(
+                "gated delta nets, sharded optimizer",
+                topology,
+                4,
+                id=f"gated delta nets, {name}",
+                marks=pytest.mark.slow,
+            )
+            for name, topology in (("tp2 x csbp2", [*TP2, *CSBP2]), ("pp2 x csbp2", [*PP2, *CSBP2]))
+        ),
     ],
 )
 def test_resumes_in_another_topology(

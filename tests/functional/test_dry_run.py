@@ -142,7 +142,7 @@ def test_a_job_that_does_not_fit_leaves_with_status_1(ranks: Ranks) -> None:
     "arguments, said",
     [
         ([RECIPE, "--gpus", "12"], "needs a multiple of 8 ranks, and this job has 12"),
-        ([RECIPE, "--gpus", "16", "--seq-length", "99K"], "--seq-length 101376 must be a multiple of"),
+        ([RECIPE, "--gpus", "16", "--seq-length", "100001"], "--seq-length 100001 must be a multiple of"),
         ([RECIPE, "--gpus", "16", "--data-path", "/none/data"], "--data-path /none/data"),
         (["--gpus", "2", *TIED, *iterations(1)], "is a plain autoregressive job, which is not planned"),
         ([RECIPE, "--gpus", "16", "--optimizer", "muon"], "muon"),

@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from megatron_csbp.weights.importing import import_weights
 from tests.functional.model_flags import BLOCK_DIFFUSION, CSBP2, HYBRID, TP2, UNTIED_MQA, iterations, words
 from tests.functional.test_parity import CURVE_TOLERANCE
+from tests.functional.test_weights import BLOCKS, RUN
 from tests.support.checkpoint_tensors import load_parameters
+from tests.support.hugging_face_models import make_model
 from tests.support.megatron_run import Finished, Ranks, worst_difference
 
 TE = words("--transformer-impl transformer_engine --qk-layernorm")
@@ -79,3 +83,30 @@ def test_gated_delta_nets_are_the_same_in_either_kind_of_layer(te_ranks: Ranks, 
     found = te_ranks.train([*model, *te, *CSBP2], 2).check()
     assert worst_difference(found.losses(), expected.losses()) < CURVE_TOLERANCE
     assert worst_difference(found.grad_norms, expected.grad_norms) < CURVE_TOLERANCE
+
+
+@pytest.mark.slow
+def test_an_import_of_gated_delta_nets_loads_in_either_kind_of_layer(
+    te_ranks: Ranks, ranks: Ranks, tmp_path: Path
+) -> None:
+    """With the extra states that each asks for, from tensors of two dtypes, as they are published."""
+    source, checkpoint = make_model("qwen3.5", tmp_path / "source", torch.bfloat16), tmp_path / "checkpoint"
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    mixed = {name: tensor.float() if name.endswith("A_log") else tensor for name, tensor in tensors.items()}
+    save_file(mixed, file, metadata={"format": "pt"})
+    import_weights(source, checkpoint, mask_token="189")
+    run = [
+        *RUN,
+        *BLOCKS,
+        "--yaml-cfg",
+        str(checkpoint / "model.yaml"),
+        *load(checkpoint),
+        *iterations(2),
+        *STAND_STILL,
+    ]
+    expected = ranks.train(run).check()
+    found = te_ranks.train([*run, *words("--transformer-impl transformer_engine")]).check()
+    assert worst_difference(found.losses(), expected.losses()) < CURVE_TOLERANCE
+    half = ranks.train([*run, "--bf16"]).check()
+    assert worst_difference(half.losses(), expected.losses()) < 0.02

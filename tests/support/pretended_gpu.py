@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_csbp import cpu_runtime
+from megatron_csbp.cpu_runtime import torch_cuda
 from megatron_csbp.reporting import start_summary
 from megatron_csbp.transformer.kernels import AttentionKernel, select_kernel
 
@@ -25,8 +26,8 @@ def pretend_hopper() -> None:
     def install_and_say_cuda(device: Any) -> cpu_runtime.RuntimeInfo:
         return dataclasses.replace(install("cpu"), device="cuda", notes=())
 
-    def properties(device: Any = None) -> cpu_runtime.CpuProperties:
-        return dataclasses.replace(cpu_runtime._properties(device), major=HOPPER)
+    def properties(device: Any = None) -> torch_cuda.CpuProperties:
+        return dataclasses.replace(torch_cuda.properties(device), major=HOPPER)
 
     def cpu_kernel(args: Any, runtime: Any, rows: Any) -> AttentionKernel:
         return select_kernel("torch", torch.device("cpu"))

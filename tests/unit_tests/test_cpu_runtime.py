@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_csbp import cpu_runtime
+from megatron_csbp.cpu_runtime import installation
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,7 +105,7 @@ def test_gpu_packages_are_hidden_from_megatron(probe: dict[str, Any]) -> None:
 @pytest.fixture
 def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has installed nothing and has not imported Megatron."""
-    monkeypatch.setattr(cpu_runtime, "_installed", None)
+    monkeypatch.setattr(installation, "_installed", None)
     for name in ("megatron.core", "megatron.training"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 

@@ -8,10 +8,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LONGEST_FILE = 300
 LONGEST_FUNCTION = 60
-# Why each is longer: what it has to hold belongs together by design.
-LONGER_FILES = {
-    "megatron_csbp/cpu_runtime.py": 600,  # the one place where CUDA is replaced (docs/adr/0007)
-}
 
 
 def sources(*folders: str) -> dict[str, Path]:
@@ -31,7 +27,7 @@ def test_every_file_starts_with_its_licence() -> None:
 
 def test_shipped_files_are_short() -> None:
     lengths = {name: len(path.read_text().splitlines()) for name, path in SHIPPED.items()}
-    assert {name: n for name, n in lengths.items() if n > LONGER_FILES.get(name, LONGEST_FILE)} == {}
+    assert {name: n for name, n in lengths.items() if n > LONGEST_FILE} == {}
 
 
 def test_shipped_functions_are_short() -> None:

@@ -16,6 +16,7 @@ from megatron_csbp.megatron_compat import REQUIRED_SYMBOLS, RequiredSymbol
 PACKAGE = Path(megatron_compat.__file__).parent
 COMPATIBILITY_MODULES = (
     "megatron_compat.py",
+    "megatron_arguments.py",
     "megatron_checkpoints.py",
     "megatron_delta_net.py",
     "megatron_planning.py",

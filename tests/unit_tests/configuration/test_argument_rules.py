@@ -23,7 +23,7 @@ def refusal(flags: str, base: str = VALID) -> str:
     return str(error.value)
 
 
-DELTA_NETS = "--experimental-attention-variant gated_delta_net --swiglu"
+DELTA_NETS = "--experimental-attention-variant gated_delta_net --swiglu --num-layers 4"
 
 REFUSED = {
     "gated delta nets nowhere": (DELTA_NETS, "needs --linear-attention-freq", "4 makes three of four"),
@@ -33,7 +33,7 @@ REFUSED = {
         "add --experimental-attention-variant gated_delta_net",
     ),
     "gated delta nets without SiLU": (
-        "--experimental-attention-variant gated_delta_net --linear-attention-freq 4",
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --num-layers 4",
         "--experimental-attention-variant gated_delta_net",
         "needs --swiglu",
     ),
@@ -47,6 +47,15 @@ REFUSED = {
         f"{DELTA_NETS} --num-layers 4 --linear-attention-freq [1,1,0]",
         "--linear-attention-freq [1, 1, 0] has 3 entries and --num-layers is 4",
         "for example ([1]*3+[0])*1",
+    ),
+    "gated delta nets alone": (
+        f"{DELTA_NETS} --num-layers 3 --linear-attention-freq 4",
+        "--linear-attention-freq 4 makes all 3 layers gated delta nets",
+        "as --linear-attention-freq 3 makes the last one",
+    ),
+    "gated delta nets alone, layer by layer": (
+        f"{DELTA_NETS} --num-layers 2 --linear-attention-freq [1,1]",
+        "makes all 2 layers gated delta nets",
     ),
     "a frequency of no layer": (f"{DELTA_NETS} --linear-attention-freq 0", "--linear-attention-freq 0", "at least 1"),
     "a convolution that looks at no other row": (
