@@ -60,6 +60,11 @@ unit: $(INSTALLED) ## Run the unit tests
 functional: $(INSTALLED) ## Run the functional tests: whole runs of the real entries
 	$(PYTEST) tests/functional
 
+SOAKED ?= 3000
+.PHONY: soak
+soak: $(INSTALLED) ## Train SOAKED iterations on two ranks with evaluations and checkpoints: nothing may grow (half an hour)
+	$(BIN)/python -m tests.support.soak --iterations $(SOAKED)
+
 .PHONY: fuzz
 fuzz: $(INSTALLED) ## Try many command lines, damaged checkpoints and texts: accepted, or refused in one line (hours)
 	$(BIN)/python -m pytest --hypothesis-profile fuzz tests/functional/test_fuzz.py

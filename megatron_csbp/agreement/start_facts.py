@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all ranks have to start with alike.
 
-Left out is what the launcher gives each rank of its own: `rank` and `local_rank`, host names, devices, and variables
-of the environment but for the few that change how a step is computed. Everything else of the arguments is compared.
+Left out is what the launcher gives each rank of its own (`rank` and `local_rank`, host names, devices), folders that a
+node may have of its own by design, and variables of the environment but for the few that change how a step is
+computed. Everything else of the arguments is compared.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from megatron_csbp.data.identity import data_identity
 from megatron_csbp.objectives.noise import SampleNoise
 from megatron_csbp.versions import installed_versions, source_digest
 
-_OF_A_RANK = ("rank", "local_rank")
+_OF_A_RANK = ("rank", "local_rank", "data_cache_path", "non_persistent_local_ckpt_dir")
 _VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUBLAS_WORKSPACE_CONFIG",

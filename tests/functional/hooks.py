@@ -3,16 +3,21 @@
 
 import functools
 import os
+import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.mlp import MLP
+from megatron.training import checkpointing
 
-from megatron_csbp import arguments, forward_step, megatron_checkpoints, training_setup, versions
+from megatron_csbp import arguments, forward_step, megatron_checkpoints, megatron_compat, training_setup, versions
 from megatron_csbp.objectives import block_diffusion, nemotron
 from megatron_csbp.objectives.interface import BoolArray, CleanRows, FloatArray
 from megatron_csbp.objectives.noise import SampleNoise
@@ -46,6 +51,78 @@ def die_in_the_third_iteration() -> None:
     """Kill the last rank, as the kernel does when memory runs out."""
     if is_last_rank():
         _at_micro_batch(3, lambda weights_BS: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def raise_in_the_third_iteration() -> None:
+    """Let the last rank fail by itself."""
+    if is_last_rank():
+        _at_micro_batch(3, _fail)
+
+
+def _fail(weights_BS: Any) -> None:
+    raise ValueError("a broken sample")
+
+
+def hang_in_the_third_iteration() -> None:
+    """Let the last rank hang, and collectives wait for 15 seconds only."""
+    parse = megatron_compat.parse_and_validate_arguments
+
+    @functools.wraps(parse)
+    def impatient(*positional: Any) -> Any:
+        args = parse(*positional)
+        args.distributed_timeout_minutes = 0.25
+        return args
+
+    megatron_compat.parse_and_validate_arguments = impatient
+    if is_last_rank():
+        _at_micro_batch(3, lambda weights_BS: time.sleep(600))
+
+
+def die_in_the_third_backward_pass() -> None:
+    """Kill the last rank as its third backward pass begins."""
+    if is_last_rank():
+        step = schedules.backward_step
+        calls = iter(range(1, 10**9))
+
+        @functools.wraps(step)
+        def backward_step(*positional: Any, **keywords: Any) -> Any:
+            if next(calls) >= 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(*positional, **keywords)
+
+        schedules.backward_step = backward_step
+
+
+def die_in_the_second_checkpoint() -> None:
+    """Kill the last rank in the middle of its second checkpoint, once in a job: files are there, and end early."""
+    if is_last_rank() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        _at_save(2, _write_half_and_die)
+
+
+def _write_half_and_die(folder: Path) -> None:
+    (folder / "__1_0.distcp").write_bytes(bytes(1000))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill_the_disk_in_the_second_checkpoint() -> None:
+    """Let no file of the last rank grow beyond 20 kB from its second checkpoint on."""
+    if is_last_rank():
+        _at_save(2, lambda folder: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY)))
+
+
+def _at_save(number: int, act: Callable[[Path], object]) -> None:
+    """Act in the folder of a checkpoint that is about to be written."""
+    save = checkpointing.dist_checkpointing.save
+    calls = iter(range(1, 10**9))
+
+    @functools.wraps(save)
+    def saved(state: Any, checkpoint: Any, *positional: Any, **keywords: Any) -> Any:
+        if next(calls) == number:
+            Path(checkpoint).mkdir(parents=True, exist_ok=True)
+            act(Path(checkpoint))
+        return save(state, checkpoint, *positional, **keywords)
+
+    checkpointing.dist_checkpointing = SimpleNamespace(**vars(checkpointing.dist_checkpointing) | {"save": saved})
 
 
 def nan_from_the_third_iteration() -> None:
