@@ -2,8 +2,8 @@
 """What all ranks have to start with alike.
 
 Left out is what the launcher gives each rank of its own (`rank` and `local_rank`, host names, devices), folders that a
-node may have of its own by design, and variables of the environment but for the few that change how a step is computed.
-Everything else of the arguments is compared.
+node may have of its own by design, and variables of the environment but for the few that change how a step is
+computed. Everything else of the arguments is compared.
 """
 
 import dataclasses

@@ -8,9 +8,7 @@ from torch.distributed import DistBackendError
 
 from megatron_csbp.agreement import failures
 
-GLOO = RuntimeError(
-    "[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.1]:47"
-)
+GLOO = RuntimeError("[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.1]:47")
 
 
 def caused_by(error: Exception, cause: Exception) -> Exception:
