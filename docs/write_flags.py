@@ -20,12 +20,12 @@ written by `docs/write_flags.py`; a test compares it with the parser.
 | flag | default | |
 |---|---|---|
 | `--diffusion-block-size M` | | turns block diffusion on |
-| `--mask-token-id ID` | | the token that stands for a corrupted one: an id that no text has |
+| `--mask-token-id ID` | the tokenizer's own | the token that stands for a corrupted one: no text may yield it |
 | `--bp-size P` (`--block-parallel-size`) | 1 | ranks that share a sequence ([which](parallelism.md#four-schemes)) |
 | `--diffusion-objective` | `block-diffusion` | or `nemotron`, `fast-dllm-v2` ([objectives](objectives.md)) |
 | `--corrupted-views V` | 1 | corrupted copies that share one clean copy |
 | `--window-anchor` | `position` | for Megatron's `--window-size W-1,0`: layers with a window exchange its halo only |
-| `--pack-documents` | off | samples of whole documents, for fine-tuning ([data](data.md)) |
+| `--pack-documents` | off | samples of whole documents, for [fine-tuning](fine_tuning.md) |
 | `--clean-attention` | by objective | `block-causal` or `token-causal` |
 | `--noise-schedule`, `--noise-eps` | `log-linear`, 0.001 | also `square`, `sqrt`, `log`, `cosine` |
 | `--device` | `auto` | `cpu` for debugging anywhere |

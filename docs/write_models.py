@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from examples.recipe_models import RECIPES
+from megatron_csbp.tools.dry_run.tables import read_tables
 from megatron_csbp.weights.families import FAMILIES, Family
 from tests.functional.test_parity import MODELS, TOPOLOGIES
 
@@ -71,16 +72,20 @@ def family_row(family: Family) -> str:
 
 def recipe_rows() -> list[str]:
     """Return a table row for each model that has recipes."""
-    rows = []
+    rows, published = [], read_tables().models.values()
     for model in dict.fromkeys(recipe.model for recipe in RECIPES):
+        sizes = (model.layers, model.hidden, model.ffn, model.heads)
+        parameters = next(m.parameters for m in published if (m.layers, m.hidden, m.ffn, m.heads) == sizes)
+        # Three of four are gated delta nets.
+        attending = "" if model.delta_net is None else f" ({model.layers // 4} attend)"
         files = ", ".join(
             f"[{recipe.length}](../examples/{recipe.path.relative_to(recipe.path.parents[1])})"
             for recipe in RECIPES
             if recipe.model == model
         )
         rows.append(
-            f"| {model.name} | {model.layers} | {model.hidden:,} | {model.ffn:,} | {model.heads} | "
-            f"{model.parameters:,} | {model.gpus} | {files} |"
+            f"| {model.name} | {model.layers}{attending} | {model.hidden:,} | {model.ffn:,} | {model.heads} | "
+            f"{parameters:,} | {model.gpus} | {files} |"
         )
     return rows
 

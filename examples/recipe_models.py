@@ -4,9 +4,11 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_csbp.tools.dry_run.tables import read_tables
 from megatron_csbp.transformer.delta_net.traffic import DeltaNetSizes
 
 EXAMPLES = Path(__file__).parent
+_TABLES = read_tables()
 LENGTHS = {"32k": 32_768, "64k": 65_536, "128k": 131_072, "256k": 262_144}
 
 
@@ -51,6 +53,11 @@ class Model:
     head: int = 128
     tensor: int = 1
     delta_net: DeltaNetSizes | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Parameters in all, as the planner's tables have them."""
+        return _TABLES.models[self.name].parameters
 
     @property
     def is_qwen(self) -> bool:

@@ -23,7 +23,7 @@ from megatron_csbp.weights.check_hugging_face import Computed
 from megatron_csbp.weights.model_flags import flags_of_arguments, yaml_text
 from megatron_csbp.weights.torch_dist_reader import TorchDistCheckpoint
 
-_CLEAN_IS_AUTOREGRESSIVE = "--diffusion-block-size 1 --mask-token-id 0 --clean-attention token-causal"
+_CLEAN_IS_AUTOREGRESSIVE = "--diffusion-block-size 1 --clean-attention token-causal --mask-token-id"
 
 
 def megatron_logits(path: Path, arguments: Mapping[str, Any], tokens_BS: Tensor) -> Computed:
@@ -87,7 +87,9 @@ def _build(arguments: Mapping[str, Any], length: int) -> tuple[Any, _Rows]:
     """
     runtime = cpu_runtime.install("cpu")
     has_delta_nets = arguments.get("experimental_attention_variant") is not None
-    with _as_command_line(arguments, length, _CLEAN_IS_AUTOREGRESSIVE if has_delta_nets else ""):
+    # The last row of the vocabulary is no token of the command line's tokenizer.
+    copies = f"{_CLEAN_IS_AUTOREGRESSIVE} {arguments['padded_vocab_size'] - 1}" if has_delta_nets else ""
+    with _as_command_line(arguments, length, copies):
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.training.argument_utils import gpt_config_from_args
 
@@ -113,7 +115,7 @@ def _build(arguments: Mapping[str, Any], length: int) -> tuple[Any, _Rows]:
 def _as_command_line(arguments: Mapping[str, Any], length: int, more: str) -> Iterator[None]:
     """Make the arguments this process's command line, and the process a job of one rank."""
     run = (
-        f"--seq-length {length} --tokenizer-type NullTokenizer --vocab-size {arguments['padded_vocab_size'] - 1} "
+        f"--seq-length {length} --tokenizer-type NullTokenizer --vocab-size {arguments['padded_vocab_size'] - 2} "
         "--no-initialization --mock-data --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1 "
         f"--eval-iters 0 --eval-interval 1 --transformer-impl local {more}"
     )

@@ -79,6 +79,9 @@ def run(request: dict[str, Any]) -> None:
         summed: dict[str, Any] = {"loss": losses, "tokens": torch.tensor(tokens), "gradients": gradients}
         for value in [summed["loss"], summed["tokens"], *gradients.values()]:
             dist.all_reduce(value, group=mpu.get_context_parallel_group())
+        for name, parameter in model.named_parameters():
+            if getattr(parameter, "sequence_parallel", False):  # its rows are spread, as Megatron's loop knows
+                dist.all_reduce(gradients[name], group=mpu.get_tensor_model_parallel_group())
         return summed | {"gradients": {name: gradient.clone() for name, gradient in gradients.items()}}
 
     sampler, packed = dataset.sampler, dataset[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from docs import write_models
 from megatron_csbp.transformer.geometry.layer_plans import layer_plans
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
@@ -103,3 +104,9 @@ def test_figures_of_the_14b_model_are_the_plans() -> None:
     assert (csbp, cp) == ("105.00 GiB", "210.00 GiB")
     text = " ".join((ROOT / "docs" / "parallelism.md").read_text().split())
     assert f"receives {csbp} for each sequence and rank under CSBP, and {cp.removesuffix(' GiB')}" in text
+
+
+def test_the_page_of_models_is_the_tables() -> None:
+    assert (ROOT / "docs" / "models.md").read_text() == write_models.page(), (
+        "run docs/write_models.py > docs/models.md"
+    )

@@ -64,8 +64,8 @@ COMMANDS = {f"{page.relative_to(ROOT)} {number}": line for page in PAGES for num
 def words_of(line: str) -> list[str]:
     """Return a command's words, without what stands for more of them."""
     line = line.replace("...", "").replace("<the run's flags>", "").replace("[", "").replace("]", "")
-    # A shell variable that holds the command keeps its quotes to itself.
-    return [word for word in shlex.split(line.rstrip('"'), comments=True) if not word.startswith("$")]
+    # A variable that holds the command ends in a quote, and the head of a line in a backslash.
+    return [word for word in shlex.split(line.rstrip('"\\ '), comments=True) if not word.startswith("$")]
 
 
 def unknown_flags(module: str, given: list[str]) -> list[str]:
@@ -91,12 +91,10 @@ def unknown_flags(module: str, given: list[str]) -> list[str]:
     assert spec is not None
     assert spec.origin is not None
     origin = Path(spec.origin)
-    text = (
-        "".join(path.read_text() for path in origin.parent.glob("*.py"))
-        if origin.stem == "__init__"
-        else origin.read_text()
-    )
-    return [flag for flag in flags if f'"{flag}"' not in text]
+    files = origin.parent.glob("*.py") if origin.stem == "__init__" else [origin]
+    text = "".join(path.read_text() for path in files)
+    known = every_flag() if module in TAKE_BOTH else set()
+    return [flag for flag in flags if f'"{flag}"' not in text and flag not in known]
 
 
 def test_the_pages_show_many_commands() -> None:
