@@ -68,7 +68,8 @@ def _checked(migration: Migration, ranks: int, notes: list[str]) -> list[str]:
         )
         return []
     why = refusal(migration.flags, ranks)
-    left_out = f"; not checked, since the script does not know their values: {' '.join(migration.unknown)}"
+    names = " ".join(dict.fromkeys(migration.unknown))
+    left_out = f"; not checked, since the script does not know their values: {names}"
     notes.append(
         f"the check mode was asked about {ranks} rank(s), with stand-ins for data, tokenizer and checkpoints"
         f"{left_out if migration.unknown else ''}"

@@ -31,7 +31,8 @@ _OF_THIS_MACHINE = (
 )
 """Flags that name files, or go by them: the machine that migrates a script need not have any."""
 _VOCABULARY = 151_936
-_STAND_INS = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {_VOCABULARY} --mask-token-id {_VOCABULARY - 1}"
+# The stand-in ends documents with its last token.
+_STAND_INS = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {_VOCABULARY} --mask-token-id {_VOCABULARY - 9}"
 
 
 def refusal(flags: Sequence[str], ranks: int) -> str | None:

@@ -18,6 +18,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.training import checkpointing
 
 from megatron_csbp import arguments, forward_step, megatron_checkpoints, megatron_compat, training_setup, versions
+from megatron_csbp.agreement import failures
 from megatron_csbp.objectives import block_diffusion, nemotron
 from megatron_csbp.objectives.interface import BoolArray, CleanRows, FloatArray
 from megatron_csbp.objectives.noise import SampleNoise
@@ -49,6 +50,7 @@ def mask_nothing() -> None:
 
 def die_in_the_third_iteration() -> None:
     """Kill the last rank, as the kernel does when memory runs out."""
+    failures._ANSWERS_S = 4.0  # for which the others wait in vain
     if is_last_rank():
         _at_micro_batch(3, lambda weights_BS: os.kill(os.getpid(), signal.SIGKILL))
 
@@ -95,6 +97,7 @@ def die_in_the_third_backward_pass() -> None:
 
 def die_in_the_second_checkpoint() -> None:
     """Kill the last rank in the middle of its second checkpoint, once in a job: files are there, and end early."""
+    failures._ANSWERS_S = 4.0
     if is_last_rank() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         _at_save(2, _write_half_and_die)
 

@@ -8,7 +8,7 @@ import pytest
 from tests.support.megatron_run import Ranks
 from tests.support.soak import Noted, grown, noise_problem, problems, soak
 
-ITERATIONS = 100
+ITERATIONS = 60
 
 
 def test_nothing_grows_in_a_run_with_evaluations_and_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
