@@ -19,6 +19,7 @@ import pytest
 from megatron_csbp.configuration.unsupported_features import UNSUPPORTED
 from megatron_csbp.data import prepare, train_tokenizer
 from megatron_csbp.generation.arguments import add_arguments as add_generation_arguments
+from megatron_csbp.tools.dry_run import command
 from megatron_csbp.tools.gpu_check import __main__ as gpu_check
 from megatron_csbp.weights import __main__ as weights
 from tests.support.megatron_arguments import parser as training_parser
@@ -31,6 +32,7 @@ OF_TORCHRUN = ("--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-id", "-
 OF_ENTRIES = ("--csbp-dry-run", "--help")
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "megatron_csbp.data.prepare": prepare.build_parser,
+    "megatron_csbp.dry_run": command.parser,
     "megatron_csbp.data.train_tokenizer": train_tokenizer.build_parser,
     "megatron_csbp.weights": weights.build_parser,
     "megatron_csbp.tools.gpu_check": gpu_check._parser,
@@ -84,7 +86,8 @@ def unknown_flags(module: str, given: list[str]) -> list[str]:
         subparsers = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
         if subparsers:
             parser = subparsers[0].choices[given[0]]
-        known = {option for action in parser._actions for option in action.option_strings}
+        actions = [*parser._actions, *(training_parser()._actions if module in TAKE_BOTH else ())]
+        known = {option for action in actions for option in action.option_strings}
         return [flag for flag in flags if flag not in known]
     # A module without a parser to ask: its flags stand in its text.
     spec = importlib.util.find_spec(module)

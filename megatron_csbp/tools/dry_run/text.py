@@ -71,6 +71,8 @@ def _memory_lines(plan: Plan) -> list[str]:
         rows += [row(f"  {name}", [sizes.get(name) for sizes in found]) for name in parts]
     rows.append(row(f"fullest moment, of {memories[0].capacity / _GIB:.1f}", [memory.total for memory in memories]))
     rows.append(line("", *("fits" if memory.fits else "DOES NOT FIT" for memory in memories)))
+    if plan.job.network.delta_net is not None:
+        rows.append("  (what gated delta nets save is an estimate, held against no measurement)")
     return rows
 
 
