@@ -54,6 +54,7 @@ def run(args: Namespace) -> None:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     from megatron_csbp import autoregressive, training_setup
+    from megatron_csbp.agreement.exchange import store_after_restart
     from megatron_csbp.agreement.failures import naming_failures
     from megatron_csbp.arguments import is_block_diffusion
     from megatron_csbp.reporting.instruments import closing
@@ -70,6 +71,7 @@ def run(args: Namespace) -> None:
         provider, forward_step = autoregressive.datasets_provider, autoregressive.forward_step
         measured = closing(None)
     container = pretrain_cfg_container_from_args(args, model_config)
+    store = store or store_after_restart(os.environ, 60.0 * args.distributed_timeout_minutes)
     with measured, naming_failures(os.environ, args.rank, args.world_size):
         pretrain(container, provider, ModelType.encoder_or_decoder, forward_step, store=store)
 

@@ -57,6 +57,17 @@ def job_store(environ: Mapping[str, str], timeout_s: float) -> Store:
     return PrefixStore("/".join(["megatron_csbp", *map(str, names)]), store)
 
 
+def store_after_restart(environ: Mapping[str, str], timeout_s: float) -> Store | None:
+    """Return a store for the process groups of ranks that torchrun has started again; None for a first start.
+
+    torchrun keeps its store, and with it the addresses of ranks that are gone: a rank that comes early would connect
+    to them. Under a prefix of its own a restart finds none.
+    """
+    if environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or "MASTER_ADDR" not in environ:
+        return None
+    return job_store(environ, timeout_s)
+
+
 def check_agreement(store: Store, rank: int, world_size: int, facts: Facts, timeout_s: float) -> None:
     """Compare facts with those of all other ranks. All ranks call.
 

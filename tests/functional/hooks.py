@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.mlp import MLP
 from megatron.training import checkpointing
@@ -104,6 +105,8 @@ def die_in_the_second_checkpoint() -> None:
 
 def _write_half_and_die(folder: Path) -> None:
     (folder / "__1_0.distcp").write_bytes(bytes(1000))
+    for child in psutil.Process().children(recursive=True):  # as a scheduler would: they hold the output open
+        child.kill()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
