@@ -103,7 +103,7 @@ def changed_config(
     """Compare a run's arguments with the config.json that goes along.
 
     Returns:
-        Entries that training changed, and may: positions.
+        Entries that training changed, and may: positions, and the mask token that a diffusion model has learnt.
 
     Raises:
         ValueError: the run trained another model.
@@ -129,6 +129,8 @@ def changed_config(
     if wrong:
         raise ValueError(f"{load} is not a model like {like}: {'; '.join(wrong)}.")
     changed = {movable[name]: saved[name] for name in differing}
+    if saved.get("diffusion_block_size") is not None and config.get("mask_token_id") != mask_id:
+        changed["mask_token_id"] = mask_id
     # Compared as Megatron sees them, since config.json can say the same in several ways.
     kept = {name: value for name, value in rope_entries(config).items() if name in OF_PICTURES}
     return changed | ({"rope_parameters": trained["rope_parameters"] | kept} if before != after else {})

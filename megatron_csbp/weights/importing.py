@@ -173,7 +173,9 @@ def _saved_arguments(source: Source, save: Path, mask_id: int | None) -> Namespa
     return Namespace(
         **described,
         mask_token_id=mask_id,
-        knows_mask_token=source.family.objective is not None,
+        # The config.json of a diffusion model names it, that of an export among them.
+        knows_mask_token=source.family.objective is not None
+        or (mask_id is not None and source.config.get("mask_token_id") == mask_id),
         # No run has set it; commands that look at a checkpoint want one.
         seq_length=min(source.arguments["max_position_embeddings"], _LENGTH),
         no_save_optim=True,
