@@ -126,7 +126,7 @@ def test_the_summary_says_what_a_run_starts_from(ranks: Ranks, saved: Path, tmp_
     assert f"start: a new run from the weights, --pretrained-checkpoint {saved} (iter_0000004)" in run.output
     assert "note: --rotary-base 500000 differs from 10000" in run.output
     assert "note: --norm-epsilon 1e-06 differs from 1e-05" in run.output
-    assert "note: the embedding grows from 192 to 256 rows: the added ones start at 0" in run.output
+    assert "note: the embedding grows from 192 to 256 rows: Megatron starts the added ones at 0" in run.output
 
 
 def test_a_forgotten_shared_expert_is_refused(ranks: Ranks, tmp_path: Path) -> None:
