@@ -97,12 +97,12 @@ def test_a_documented_command_passes_megatrons_validation_on_hopper(name: str, r
 
 def test_what_the_job_script_would_run_passes_too(ranks: Ranks, tmp_path: Path) -> None:
     script = ["bash", "examples/slurm/pretrain.sbatch", "--dry-run"]
-    script += complete("--yaml-cfg examples/nemotron_diffusion/8b_256k.yaml")
+    script += words("--yaml-cfg examples/nemotron_diffusion/8b_256k.yaml")
     environment = os.environ | {"PYTHON": sys.executable, "SLURM_NNODES": "2"}
     run = subprocess.run(script, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    command = run.stdout.splitlines()[0]
+    command = next(line for line in run.stdout.splitlines() if line.startswith("srun "))
     entry = ENTRY.search(command)
     assert entry is not None
-    facts = validated(shlex.split(command[entry.end() :]), 16, ranks, tmp_path)
+    facts = validated(complete(command[entry.end() :]), 16, ranks, tmp_path)
     assert facts["diffusion_scheme"] == "CSBP"
