@@ -38,6 +38,8 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!megatron_csbp\.).*"),
     ("py:.*", r"megatron_csbp\..*\.(Shape|IntArray|Arguments|Config)"),
+    # Named in signatures; these packages have no page.
+    ("py:.*", r"megatron_csbp\.(reporting|transformer\.delta_net)\..*"),
 ]
 
 html_theme = "furo"
