@@ -27,7 +27,8 @@ from megatron_csbp.agreement.differences import ranks_in_words
 
 _ANSWERS_S = 10.0
 _QUESTION = "question"
-_LISTENS_S = 24 * 3600.0
+_LISTENS_S = 3600.0
+"""A wait of the store has an end; the next begins where it ends."""
 _MOST_LETTERS = 300
 # What a collective says when another rank is gone or late.
 _LEFT_WAITING = re.compile(r"gloo|nccl|connection (closed|reset|refused)|timed out|broken pipe|socket|\brecv\b", re.I)
@@ -94,7 +95,8 @@ class _Watch:
         """Wait for a question and answer it once; without Python's lock, so that it costs nothing."""
         try:
             store = self._connected()
-            store.wait([_QUESTION], timedelta(seconds=_LISTENS_S))
+            while not _comes(store, _QUESTION, _LISTENS_S):
+                pass
             store.set(f"doing/{self._rank}", json.dumps(_doing() | {"host": os.uname().nodename}))
             if dist.is_initialized() and dist.get_backend() == "nccl":
                 said = str(store.get(_QUESTION), "utf-8")
@@ -154,6 +156,15 @@ class _Watch:
             return {}
         found: dict[str, Any] = json.loads(self._store.get(key))
         return found
+
+
+def _comes(store: Store, key: str, seconds: float) -> bool:
+    """Wait for a key; return whether it came in time."""
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except DistStoreError:
+        return False
+    return True
 
 
 def _doing() -> dict[str, Any]:

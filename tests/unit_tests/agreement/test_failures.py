@@ -4,7 +4,7 @@
 import threading
 
 import pytest
-from torch.distributed import DistBackendError
+from torch.distributed import DistBackendError, HashStore
 
 from megatron_csbp.agreement import failures
 
@@ -41,6 +41,14 @@ def test_a_rank_says_where_its_main_thread_is() -> None:
     thread.join()  # which the main thread is in
     assert said[0]["waits"] is False
     assert said[0]["place"].startswith("threading.py:")
+
+
+def test_a_wait_that_runs_out_is_no_answer_and_no_end() -> None:
+    """A run lasts longer than any wait: a rank that no longer listened would be taken for a dead one."""
+    store = HashStore()
+    assert not failures._comes(store, "question", 0.05)
+    store.set("question", "")
+    assert failures._comes(store, "question", 0.05)
 
 
 def test_one_rank_needs_no_store_and_keeps_its_errors() -> None:
