@@ -30,21 +30,22 @@ def data_identity(args: Any) -> dict[str, str]:
         for prefixes, _ in filter(None, [blend, *(per_split or ())]):
             for prefix in prefixes:
                 if not is_object_storage_path(prefix):
-                    found[f"the data {prefix}"] = _identity([idx_path(prefix), bin_path(prefix)])
+                    found[f"the data {prefix}"] = _identity([idx_path(prefix), bin_path(prefix), Path(prefix)])
     tokenizer = Path(args.tokenizer_model or "")
     if args.tokenizer_model and tokenizer.exists():
         files = [tokenizer] if tokenizer.is_file() else [tokenizer / name for name in _TOKENIZER_FILES]
-        found[f"the tokenizer {tokenizer}"] = _identity([file for file in files if file.is_file()])
+        found[f"the tokenizer {tokenizer}"] = _identity(files)
     return found
 
 
 def _identity(files: list[Path]) -> str:
+    """Return sizes and a digest of the files that are there; what a run needs of them is checked elsewhere."""
     digest, sizes = hashlib.sha256(), []
-    for file in files:
+    for file in filter(Path.is_file, files):
         size = file.stat().st_size
         with file.open("rb") as stream:
             digest.update(stream.read(_READ_BYTES))
             stream.seek(max(0, size - _READ_BYTES))
             digest.update(stream.read(_READ_BYTES))
         sizes.append(f"{file.suffix or file.name} {size} bytes")
-    return f"{', '.join(sizes)}, digest {digest.hexdigest()[:_DIGEST_LETTERS]}"
+    return f"{', '.join(sizes) or 'no file'}, digest {digest.hexdigest()[:_DIGEST_LETTERS]}"

@@ -63,3 +63,14 @@ def test_data_of_the_same_size_and_another_end_are_told_apart(tmp_path: Path) ->
     assert {name for name in before if before[name] != after[name]} == {f"the data {tmp_path}/data"}
     (tmp_path / "tokenizer.json").write_text("[]")
     assert data_identity(args)[f"the tokenizer {tmp_path}"] != after[f"the tokenizer {tmp_path}"]
+
+
+def test_data_that_a_plain_run_names_may_be_of_another_kind(tmp_path: Path) -> None:
+    """What is needed of files is checked elsewhere; JSON Lines of Megatron's own fine-tuning have no index."""
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    args = run(
+        mock_data=False, data_path=[str(tmp_path / "chats.jsonl"), str(tmp_path / "none")], tokenizer_model=None
+    )
+    found = data_identity(args)
+    assert found[f"the data {tmp_path}/chats.jsonl"].startswith(".jsonl 3 bytes, digest ")
+    assert found[f"the data {tmp_path}/none"].startswith("no file, digest ")
