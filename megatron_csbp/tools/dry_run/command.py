@@ -131,5 +131,8 @@ def _write(path: Path, document: dict[str, Any]) -> None:
     written = json.dumps(document, indent=1)
     if str(path) == "-":
         sys.stdout.write(written + "\n")
-    else:
+        return
+    try:
         path.write_text(written + "\n", encoding="ascii")
+    except OSError as error:
+        raise ValueError(f"--json {path} cannot be written: {error.strerror or error}; name another file.") from error

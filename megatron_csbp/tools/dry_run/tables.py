@@ -174,7 +174,8 @@ def _entry[T](kind: type[T], section: str, name: str, values: Mapping[str, Any])
         )
     for key, value in values.items():
         is_text = wanted[key] in (str, "str")
-        if is_text != isinstance(value, str) or (not is_text and (isinstance(value, bool) or not value > 0)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        if not (isinstance(value, str) if is_text else is_number):
             raise ValueError(
                 f"--tables: {section}: {name}: {key}: {value!r} must be {'a name' if is_text else 'a number above 0'}."
             )
