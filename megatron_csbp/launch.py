@@ -123,6 +123,7 @@ def _pretrain(stock: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         from megatron_csbp import arguments, training_setup
+        from megatron_csbp.agreement.exchange import store_after_restart
         from megatron_csbp.agreement.failures import naming_failures
         from megatron_csbp.reporting.instruments import closing
 
@@ -133,6 +134,8 @@ def _pretrain(stock: Callable[..., Any]) -> Callable[..., Any]:
         call.arguments["train_valid_test_dataset_provider"] = training_setup.datasets_provider(args)
         forward_step = training_setup.forward_step_from_args(args)
         call.arguments["forward_step_func"] = forward_step
+        if call.arguments.get("store") is None:
+            call.arguments["store"] = store_after_restart(os.environ, 60.0 * args.distributed_timeout_minutes)
         with closing(forward_step.instruments), naming_failures(os.environ, args.rank, args.world_size):
             return stock(*call.args, **call.kwargs)
 
