@@ -78,10 +78,10 @@ def vocab_size() -> int:
     return size if end is None else max(size, end + 1)
 
 
-def spare_id(padded_vocab_size: int) -> int | None:
-    """The first id of the padded vocabulary that Megatron's tokenizer does not have, or None."""
+def mask_tokens(padded_vocab_size: int) -> tuple[int | None, int | None]:
+    """Return ids that could stand for a mask: the tokenizer's own, and the first that it does not have, or None."""
     size = vocab_size()
-    return size if size < padded_vocab_size else None
+    return declared_mask_id(), size if size < padded_vocab_size else None
 
 
 def restart_default_generator() -> None:

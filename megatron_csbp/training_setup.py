@@ -139,8 +139,7 @@ def _after_validation(args: Namespace) -> list[Change]:
     """Fill in what needs validated arguments and a tokenizer."""
     changes: list[Change] = []
     if arguments.is_block_diffusion(args):
-        declared, spare = megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
-        changes.extend(fill_mask_token(args, declared, spare))
+        changes.extend(fill_mask_token(args, *megatron_start.mask_tokens(args.padded_vocab_size)))
     changes.extend(arguments.prepare_after_validation(args))
     if arguments.is_block_diffusion(args) and has_own_geometries(args):
         changes.extend(prepare_own_geometries(args))
@@ -170,8 +169,7 @@ def _set_up_block_diffusion(args: Namespace) -> None:
         objective_from_args(args).loss_on_clean_rows,
         attends=args.num_layers in megatron_delta_net.attention_layers(args),
     )
-    declared, spare = megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
-    advice = good_mask_token(args.mask_token_id, declared, spare)
+    advice = good_mask_token(args.mask_token_id, *megatron_start.mask_tokens(args.padded_vocab_size))
     tokenizer = None if check_mode.leaves_data_open(args) else megatron_loading.tokenizer()
     validate_data_files(args, tokenizer, advice)
     correct_distributed_optimizer_now()

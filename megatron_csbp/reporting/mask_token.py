@@ -18,9 +18,7 @@ def mask_token_lines(args: Namespace) -> list[str]:
     token = megatron_start.token_of(args.mask_token_id)
     lines = [f"  mask token {args.mask_token_id}: {token.said}"]
     if token.is_text:
-        advice = good_mask_token(
-            args.mask_token_id, megatron_start.declared_mask_id(), megatron_start.spare_id(args.padded_vocab_size)
-        )
+        advice = good_mask_token(args.mask_token_id, *megatron_start.mask_tokens(args.padded_vocab_size))
         lines.append(
             f"  WARNING: --mask-token-id {args.mask_token_id}: it stands for ordinary text, so the model cannot tell "
             f"a corrupted token from a clean one where a text holds it. Use {advice}."
