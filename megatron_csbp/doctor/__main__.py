@@ -25,9 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: command line; that of the process by default.
     """
-    args, words = _parser().parse_known_args(arguments)
+    parser = _parser()
+    args, words = parser.parse_known_args(arguments)
     words = [word for word in words if word != "--"]
-    here = place(os.environ)
+    if args.ranks is not None and args.ranks < 1:
+        parser.error(f"--ranks {args.ranks} must be at least 1; for example 8.")
+    try:
+        here = place(os.environ)
+    except ValueError as error:
+        parser.error(str(error))
     if here is None:
         job = check_job(words, args.ranks) if words else None
         findings = [*check_machine(), *check_folders(args.folder, job), *(job.findings if job is not None else [])]

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_csbp.child_process import run_python
 from megatron_csbp.configuration.config_file import switches_and_values, take_yaml_flag
-from megatron_csbp.doctor.child import run_python
 from megatron_csbp.doctor.findings import Finding, fail, ok
 
 _SIZES = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size", "block-parallel-size")
-_ERROR = ": error: "
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,8 @@ def check_job(words: Sequence[str], ranks: int | None) -> Job:
         ended = run_python("-W", "ignore", "-m", "megatron_csbp.doctor.resolve", str(file), str(number), *words)
         resolved = json.loads(file.read_text()) if file.exists() else None
     if resolved is None:
-        said = ended.error.partition(_ERROR)[2] or ended.error
         fix = "change the command as the message says; docs/troubleshooting.md lists the messages"
-        return Job([fail("launch arguments", said, fix)])
+        return Job([fail("launch arguments", ended.refusal, fix)])
     detail = f"every check of a start passed; the job would start on {number} rank(s)"
     return Job([ok("launch arguments", detail)], _summary(ended.output), **resolved)
 

@@ -28,6 +28,9 @@ def place(environ: MutableMapping[str, str]) -> Place | None:
 
     Args:
         environ: of the process. Under srun, what torchrun would have set is added.
+
+    Raises:
+        ValueError: under srun, where nothing says which node is the first.
     """
     tasks = environ.get("SLURM_NTASKS", "1")
     if "RANK" not in environ and "SLURM_PROCID" in environ and int(tasks) > 1:
@@ -46,4 +49,11 @@ def place(environ: MutableMapping[str, str]) -> Place | None:
 def _first_node(nodes: str) -> str:
     """Return the first name of SLURM's short form of a list, "node[01-04]"."""
     command = ["scontrol", "show", "hostnames", nodes]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(
+            f"MASTER_ADDR is not set, and scontrol, which knows the first of the nodes {nodes}, does not work here "
+            f"({error}); a container often has none. Before srun: export MASTER_ADDR=$(scontrol show hostnames "
+            '"$SLURM_JOB_NODELIST" | head -n 1)'
+        ) from error

@@ -38,9 +38,10 @@ def _resolved() -> dict[str, Any]:
     from megatron_csbp.configuration.flag_names import FlagNames
 
     args = get_args()
+    folders = (args.save, args.tensorboard_dir, args.data_cache_path)
     found: dict[str, Any] = {
         "arguments": argument_facts(args, FlagNames()),
-        "folders": [value for value in (args.save, args.tensorboard_dir, args.data_cache_path) if value],
+        "folders": [value for value in folders if value and "://" not in value],  # not object storage
         "tensor": args.tensor_model_parallel_size,
         "context": args.context_parallel_size,
         "gather_bytes": _gather_bytes(args) if is_block_diffusion(args) else 0,

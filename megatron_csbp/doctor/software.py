@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 
-from megatron_csbp.doctor.child import import_error, run_python
+from megatron_csbp.child_process import import_error, run_python
 from megatron_csbp.doctor.findings import Finding, fail, ok, warn
 from megatron_csbp.versions import NOT_INSTALLED, package_version
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Would the changed job start? The check mode of the entry, in a process of its own, without the job's files."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 
-_ERROR = ": error: "
+from megatron_csbp.child_process import run_python
+
 _OF_THIS_MACHINE = (
     "--data-path",
     "--train-data-path",
@@ -43,14 +41,8 @@ def refusal(flags: Sequence[str], ranks: int) -> str | None:
         ranks: of the job.
     """
     words = [*without_files(flags), *_STAND_INS.split(), "--csbp-dry-run", str(ranks)]
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_csbp.pretrain_gpt", *words]
-    environ = os.environ | {"TORCHELASTIC_ERROR_FILE": ""}
-    run = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    if run.returncode == 0:
-        return None
-    lines = [line for line in run.stderr.splitlines() if line.strip()]
-    said = next((line.partition(_ERROR)[2] for line in reversed(lines) if _ERROR in line), "")
-    return said or (lines[-1] if lines else f"status {run.returncode}")
+    ended = run_python("-W", "ignore", "-m", "megatron_csbp.pretrain_gpt", *words)
+    return None if ended.succeeded else ended.refusal
 
 
 def without_files(flags: Sequence[str]) -> list[str]:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_csbp.child_process import Ended
 from megatron_csbp.doctor import job, launcher
-from megatron_csbp.doctor.child import Ended
 from megatron_csbp.doctor.findings import State
 from megatron_csbp.doctor.gather_speed import _gather_finding, assumed_seconds, context_groups
 
@@ -54,6 +54,14 @@ def test_srun_says_who_a_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launcher.place({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
     assert launcher.place({}) is None
     assert launcher.place({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}) == launcher.Place(1, 1, 2)
+
+
+def test_srun_without_scontrol_says_what_to_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/none")
+    environ = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16", "SLURM_JOB_NODELIST": "node[01-02]"}
+    with pytest.raises(ValueError, match=r"MASTER_ADDR is not set, and scontrol.*node\[01-02\].*export MASTER_ADDR="):
+        launcher.place(environ)
+    assert launcher.place(environ | {"MASTER_ADDR": "node01"}) == launcher.Place(9, 1, 16)
 
 
 def test_context_groups_are_megatrons() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python code in a process of its own: an import that is broken may end the process, and must not end the doctor."""
+"""Python code in a process of its own: what it imports or how it ends is nothing of this process."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 
 _TIMEOUT_S = 600.0
+_OWN_ERROR = ": error: "
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,18 @@ class Ended:
     Attributes:
         succeeded: whether its status was 0.
         output: its standard output.
-        error: the last line of its standard error, or the signal that ended it.
+        error: the error of an entry of this package, or the last line of its standard error, or the signal that ended
+            it.
     """
 
     succeeded: bool
     output: str
     error: str
+
+    @property
+    def refusal(self) -> str:
+        """What an entry of this package says is wrong, without the program and the rank before it."""
+        return self.error.partition(_OWN_ERROR)[2] or self.error
 
 
 def run_python(*arguments: str, **environ: str) -> Ended:
@@ -46,8 +53,9 @@ def run_python(*arguments: str, **environ: str) -> Ended:
         return Ended(False, "", f"did not end within {_TIMEOUT_S:.0f} s")
     if run.returncode < 0:
         return Ended(False, run.stdout, f"ended by signal {-run.returncode}")
-    lines = [line for line in run.stderr.splitlines() if line.strip()]
-    return Ended(run.returncode == 0, run.stdout, lines[-1].strip() if lines else f"status {run.returncode}")
+    lines = [line.strip() for line in run.stderr.splitlines() if line.strip()] or [f"status {run.returncode}"]
+    said = next((line for line in lines[::-1] if _OWN_ERROR in line), lines[-1])
+    return Ended(run.returncode == 0, run.stdout, said)
 
 
 def import_error(module: str) -> str | None:
