@@ -13,7 +13,7 @@ import torch
 
 
 def forget_arguments() -> None:
-    """Lets the next command line be parsed: Megatron keeps one for the life of a process."""
+    """Let the next command line be parsed: Megatron keeps one for the life of a process."""
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.training.global_vars import destroy_global_vars
 
@@ -23,10 +23,10 @@ def forget_arguments() -> None:
 
 @contextlib.contextmanager
 def parallel_state(args: Namespace) -> Iterator[Any]:
-    """While open, Megatron has the process groups of this rank; yields their collection.
+    """Give Megatron the process groups of this rank while open, and yield their collection.
 
     Args:
-        args: Validated arguments; the default process group must be initialised with all ranks.
+        args: validated arguments; the default process group must be initialised with all ranks.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -49,13 +49,13 @@ def parallel_state(args: Namespace) -> Iterator[Any]:
 
 
 def build_without_values(config: Any, groups: Any, stage: int, chunk: int | None) -> Any:
-    """Builds one model chunk of a pipeline rank on meta tensors, which have shapes but no memory.
+    """Build one model chunk of a pipeline rank on meta tensors, which have shapes but no memory.
 
     Args:
         config: Megatron's config of the whole model; its transformer config is changed in place.
-        groups: Of this rank.
-        stage: Pipeline rank.
-        chunk: Number of the chunk on that rank; None if it has but one.
+        groups: of this rank.
+        stage: pipeline rank.
+        chunk: number of the chunk on that rank; None if it has but one.
     """
     transformer = config.transformer
     transformer.perform_initialization = False

@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_reading_arguments(parser)
     add = parser.add_argument
-    add("--vocab-size", type=int, required=True, metavar="V", help="tokens, the two special ones included")
+    add("--vocab-size", type=int, required=True, metavar="V", help="tokens, the special ones included")
     add("--output", required=True, metavar="FOLDER", help="folder of the tokenizer, which is made")
     add("--end-token", default=END_TOKEN, help=f"end of a document (default: {END_TOKEN})")
     add("--mask-token", default=MASK_TOKEN, help=f"stands for a corrupted token (default: {MASK_TOKEN})")

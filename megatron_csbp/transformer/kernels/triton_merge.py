@@ -28,7 +28,7 @@ def merge_kernel(
     out, lse, partial_out, partial_lse, final, num_rows, size1, size2, size3, size4,
     a0, a1, a2, a3, a4, b0, b1, b2, b3, b4, c0, c1, c2, c3, c4, d0, d1, d2, d3, d4, e0, e1, e2, e3, e4,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, FINAL: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+) -> None:  # type: ignore[no-untyped-def]  # fmt: skip
     """Merge `ROWS` rows; a to e are the strides of `out`, `lse`, `partial_out`, `partial_lse` and `final`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
