@@ -73,10 +73,6 @@ class FlagRules:
         }
         self._refused = {feature.name: feature for feature in UNSUPPORTED}
 
-    def is_known(self, flag: str) -> bool:
-        """Return whether the parser has a flag."""
-        return flag in self._actions
-
     def flag_of_key(self, key: str) -> str | None:
         """Return the flag that a key of a YAML file stands for, by name or by what it stores."""
         name = key.lstrip("-").replace("_", "-")

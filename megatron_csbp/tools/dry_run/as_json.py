@@ -21,6 +21,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "topology": topology_json(job.topology),
         "fits": plan.fits,
         "parameters": job.network.parameters,
+        "active_parameters": job.network.active_parameters,
         "published": None if known is None else {"name": known[0], "parameters": known[1].parameters},
         "tokens": job.length,
         "rows": job.rows,

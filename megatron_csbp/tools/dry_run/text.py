@@ -38,12 +38,14 @@ def _head_lines(plan: Plan, not_checked: Sequence[str], built: bool) -> list[str
         name, model = known
         same = "as published" if model.parameters == job.network.parameters else f"published: {model.parameters:,}"
         published = f"{name}, {same}"
+    routed = job.network.experts is not None
+    active = f", of which a row meets {job.network.active_parameters:,}" if routed else ""
     views = f"{job.views} corrupted {'copy' if job.views == 1 else 'copies'}"
     nodes = -(-top.gpus // cluster.node)
     lines = [
         f"dry run: {top.gpus} x {cluster.gpu}, {nodes} node(s) of {cluster.node}; {top.name}; {job.recompute.name}",
         "  every check of a start passed" + (f"; not checked: {', '.join(not_checked)}" if not_checked else ""),
-        f"  parameters: {job.network.parameters:,} ({published})"
+        f"  parameters: {job.network.parameters:,} ({published}){active}"
         + ("; a rank of each kind was built on meta tensors" if built else ""),
         f"  sample: {job.length:,} clean tokens and {views}, blocks of {job.block_size}; {job.rows:,} rows on a rank",
         f"  iteration: {job.global_batch} samples = {job.global_batch * job.length:,} clean tokens; "

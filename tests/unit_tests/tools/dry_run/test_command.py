@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's command line, comparison and sweep, without Megatron."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_csbp.tools.dry_run.checked_job import fill_what_is_open
 from megatron_csbp.tools.dry_run.command import split
+from megatron_csbp.tools.dry_run.network import Experts, Layer
 from megatron_csbp.tools.dry_run.plan import compare, make_plan
 from megatron_csbp.tools.dry_run.sweep import sweep
 from megatron_csbp.tools.dry_run.text import comparison_lines, plan_lines, sweep_lines
-from tests.unit_tests.tools.dry_run.jobs import CLUSTER, job
+from tests.unit_tests.tools.dry_run.jobs import CLUSTER, NEMOTRON_3B, job
 
 
 def test_a_first_word_is_a_recipe_and_other_words_are_flags_of_the_job() -> None:
@@ -70,3 +72,11 @@ def test_every_figure_of_a_plan_says_what_it_is() -> None:
     text = "\n".join(plan_lines(make_plan(job(), CLUSTER), ["data"]))
     for said in ("GiB [modelled]", "[context group: exact", "TFLOP [closed form]", "s [modelled]", "assumed"):
         assert said in text
+
+
+def test_a_plan_with_experts_says_how_many_parameters_a_row_meets() -> None:
+    routed = replace(NEMOTRON_3B, layers=(Layer(1, has_experts=True),), experts=Experts(number=8, chosen=2, ffn=1024))
+    met = routed.parameters - 6 * 3 * routed.hidden * 1024
+    text = "\n".join(plan_lines(make_plan(job(routed), CLUSTER), []))
+    assert f"of which a row meets {met:,}" in text
+    assert "of which a row meets" not in "\n".join(plan_lines(make_plan(job(NEMOTRON_3B), CLUSTER), []))
