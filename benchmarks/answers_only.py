@@ -30,7 +30,7 @@ MODEL = (
 )
 TRAINING = (
     "--micro-batch-size 1 --lr 1e-3 --lr-decay-style constant --num-workers 1 --seed 7 --log-interval 1 "
-    f"--eval-iters 0 --diffusion-block-size 32 --mask-token-id {MASK_TOKEN_ID} "
+    f"--eval-iters 0 --eval-interval 1000 --diffusion-block-size 32 --mask-token-id {MASK_TOKEN_ID} "
     f"--context-parallel-size {RANKS} --bp-size {RANKS} --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} "
     "--split 1,0,0"
 )
