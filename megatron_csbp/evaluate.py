@@ -22,7 +22,7 @@ _DEFAULTS = (
     "--skip-train --finetune --no-load-optim --no-load-rng --exit-on-missing-checkpoint --micro-batch-size 1 "
     "--train-iters 1 --eval-interval 1 --eval-iters 1 --full-validation --multiple-validation-sets --num-workers 0"
 )
-_NAMES = {"nelbo": "nelbo", "ar loss": "ar_loss"}
+_NAMES = {"nelbo": "nelbo", "ar loss": "ar_loss", "lm loss": "lm_loss"}
 """What training reports, and what it is called here."""
 
 
@@ -121,13 +121,10 @@ def _report(args: Namespace, evaluations: list[dict[str, Any]], json_file: str |
     losses = evaluation["losses"]
     figures: dict[str, Any] = {_NAMES[name]: value for name, value in losses.items() if name in _NAMES}
     words = []
-    if "nelbo" in figures:
-        words.append(f"NELBO {figures['nelbo']:.4f} nats/token")
-    elif is_autoregressive:
+    if is_autoregressive:
         figures["ar_loss"] = losses["lm loss"]
-    else:  # the objective bounds no likelihood
-        figures["masked_token_loss"] = losses["lm loss"]
-        words.append(f"loss of masked tokens {losses['lm loss']:.4f} nats/token")
+    else:
+        words.append(f"NELBO {figures['nelbo']:.4f} nats/token")
     if "ar_loss" in figures:
         figures["ar_perplexity"] = math.exp(figures["ar_loss"])
         words.append(f"AR loss {figures['ar_loss']:.4f} nats/token, perplexity {figures['ar_perplexity']:.3f}")

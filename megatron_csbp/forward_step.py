@@ -107,7 +107,7 @@ class BlockDiffusionForwardStep:
         weighted_R = losses_R * selection.weights_R
         loss = weighted_R.sum()
         megatron_compat.check_loss(loss, self.args)
-        sums = loss_sums(batch, selection, weighted_R.detach())
+        sums = loss_sums(batch, selection, losses_R.detach())
         reports = self.objective.reports(sums, evaluating)
         if not evaluating:
             reports["masked fraction"] = ratio(sums.corrupted_rows, sums.num_supervised)
@@ -118,13 +118,15 @@ class BlockDiffusionForwardStep:
         return loss, batch["num_tokens"].sum().to(torch.int), packed
 
 
-def loss_sums(batch: dict[str, Tensor], selection: LossRowSelection, weighted_R: Tensor) -> LossSums:
-    """Sum the weighted losses of a micro-batch by copy."""
+def loss_sums(batch: dict[str, Tensor], selection: LossRowSelection, losses_R: Tensor) -> LossSums:
+    """Sum the cross-entropies of a micro-batch by copy."""
     corrupted_R = selection.corrupted_R
     carries_R = selection.weights_R != 0
+    weighted_R = losses_R * selection.weights_R
     zero = torch.zeros_like(weighted_R)
     return LossSums(
         corrupted_loss=torch.where(corrupted_R, weighted_R, zero).sum(),
+        corrupted_cross_entropy=torch.where(corrupted_R & carries_R, losses_R, zero).sum(),
         clean_loss=torch.where(corrupted_R, zero, weighted_R).sum(),
         corrupted_rows=(corrupted_R & carries_R).sum(),
         clean_rows=(~corrupted_R & carries_R).sum(),

@@ -35,7 +35,7 @@ def draw(size: Size, runs: Mapping[str, RunRecord], parity: Mapping[str, Parity]
         iterations, evaluated = sorted(run.losses), sorted(run.validation)
         losses = smoothed([run.losses[i] for i in iterations])
         curves.plot([seen / 1e3 + i * tokens for i in iterations], losses, color=_COLOURS[name], alpha=0.5)
-        kind = "next-token loss" if name == "autoregressive" else "loss of masked tokens"
+        kind = "next-token loss" if name == "autoregressive" else "NELBO"
         curves.plot(
             [seen / 1e3 + i * tokens for i in evaluated],
             [run.validation[i] for i in evaluated],

@@ -152,7 +152,7 @@ def _print_learning(runs: Mapping[str, RunRecord], entropy: float, largest_share
     failures = []
     print(f"  no context  entropy of the validation text's tokens: {entropy:.3f} nats/token")
     for name, run in runs.items():
-        kind = "next-token loss" if name == "autoregressive" else "loss of masked tokens"
+        kind = "next-token loss" if name == "autoregressive" else "NELBO"
         points = ", ".join(f"{run.validation[i]:.3f} at {i}" for i in sorted(run.validation))
         print(f"  {name:15s} validation, {kind}: {points or 'missing'} nats/token")
         if not run.validation:
@@ -162,10 +162,10 @@ def _print_learning(runs: Mapping[str, RunRecord], entropy: float, largest_share
     converted, scratch = (last(runs[name].validation) for name in ("converted", "from scratch"))
     if not converted < largest_share * entropy:
         failures.append(
-            f"the converted model does not use context: loss {converted:.3f}, of single tokens {entropy:.3f}"
+            f"the converted model does not use context: NELBO {converted:.3f}, of single tokens {entropy:.3f}"
         )
     if not converted < scratch:
-        failures.append(f"converting did not help: loss {converted:.3f}, from scratch {scratch:.3f}")
+        failures.append(f"converting did not help: NELBO {converted:.3f}, from scratch {scratch:.3f}")
     return failures
 
 

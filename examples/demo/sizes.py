@@ -53,7 +53,7 @@ class Size:
         diffusion: the conversion, and the training from scratch beside it.
         parity_iterations: how many iterations of the conversion the other schemes repeat.
         new_tokens: length of the continuation.
-        largest_share: the converted model's validation loss must be below this share of the entropy of single tokens.
+        largest_share: the converted model's validation NELBO must be below this share of the entropy of single tokens.
     """
 
     corpus_bytes: int

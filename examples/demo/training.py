@@ -41,8 +41,7 @@ class RunRecord:
     Attributes:
         losses: `lm loss` by iteration, with all the digits that Megatron logs.
         grad_norms: `grad norm` by iteration.
-        validation: validation loss by iteration, in nats for each token: of masked tokens, or of
-            next tokens in an autoregressive run.
+        validation: by iteration, in nats for each token: the NELBO, or the next-token loss of an autoregressive run.
         traffic: the start summary's line about attention traffic.
         seconds: wall-clock time of the whole run.
     """

@@ -9,6 +9,9 @@ is a function of the noise, and no rank asks another. Weights are 1, whatever th
 
     loss = sum over both views of the cross-entropy of masked tokens / number of them
 
+In evaluation a masked token also weighs one over its chance to be masked, t in view 0 and 1 - t in view 1: each view
+then bounds the negative log-likelihood (docs/objectives.md), and `nelbo` is the mean of both.
+
 The first token of a document has no row that predicts it. Both views share one clean copy, which is block-causal.
 """
 
@@ -20,6 +23,7 @@ import numpy as np
 from megatron_csbp.objectives.interface import (
     BoolArray,
     CleanRows,
+    FloatArray,
     LossRows,
     LossSums,
     Objective,
@@ -65,9 +69,12 @@ class FastDllmV2Objective(Objective):
 
     def place(self, clean: CleanRows, noises: Sequence[SampleNoise], rows: RankRows) -> LossRows:
         """See `Objective.place`. Both views use the noise of view 0."""
-        masked, next_masked = self._masks(clean, noises[0], rows)
-        weights = next_masked & rows.is_corrupted
-        num_tokens = int(np.count_nonzero(weights))
+        masked, next_masked, next_chance = self._masks(clean, noises[0], rows)
+        has_loss = next_masked & rows.is_corrupted
+        weights = has_loss.astype(np.float64)
+        if noises[0].is_evaluation:
+            np.divide(weights, next_chance, out=weights, where=has_loss)
+        num_tokens = int(np.count_nonzero(has_loss))
         return LossRows(
             tokens=np.where(masked & rows.is_corrupted, self.config.mask_token_id, clean.tokens),
             targets=clean.next_tokens,
@@ -76,23 +83,26 @@ class FastDllmV2Objective(Objective):
             num_supervised=num_tokens,
         )
 
-    def _masks(self, clean: CleanRows, noise: SampleNoise, rows: RankRows) -> tuple[BoolArray, BoolArray]:
-        """Return whether each row's own token, and its next one, is masked in the row's view, bool [S] each."""
+    def _masks(self, clean: CleanRows, noise: SampleNoise, rows: RankRows) -> tuple[BoolArray, BoolArray, FloatArray]:
+        """Return whether each row's own token, and its next one, is masked in the row's view, bool [S] each.
+
+        Also the chance of the next one, float64 [S].
+        """
         chance = noise_times(noise.block_levels(rows.sample.num_blocks), self.config.noise_eps)
         draws = np.empty((2, rows.num_rows))
         for span in rows.spans:
             uniforms = noise.uniforms(span.start, span.length + 1)
             draws[:, span.first_row : span.first_row + span.length] = uniforms[:-1], uniforms[1:]
         positions, block, last = rows.sample_positions, rows.sample.block_size, rows.sample.num_blocks - 1
-        in_view_0 = np.stack(
-            [
-                draws[0] < chance[positions // block],
-                draws[1] < chance[np.minimum((positions + 1) // block, last)],
-            ]
-        )
-        in_view = np.where(rows.copies == 1, ~in_view_0, in_view_0)
-        return in_view[0] & clean.supervised, in_view[1] & clean.next_token_supervised
+        chances = np.stack([chance[positions // block], chance[np.minimum((positions + 1) // block, last)]])
+        is_complement = rows.copies == 1
+        in_view = np.where(is_complement, draws >= chances, draws < chances)
+        next_chance = np.where(is_complement, 1.0 - chances[1], chances[1])
+        return in_view[0] & clean.supervised, in_view[1] & clean.next_token_supervised, next_chance
 
     def reports(self, sums: LossSums, evaluating: bool) -> Reports:
-        """See `Objective.reports`. With weights of 1 the loss bounds no likelihood, so there is no `nelbo`."""
-        return {"lm loss": ratio(sums.corrupted_loss, sums.num_tokens)}
+        """See `Objective.reports`."""
+        reports = {"lm loss": ratio(sums.corrupted_cross_entropy, sums.num_tokens)}
+        if evaluating:
+            reports["nelbo"] = ratio(sums.corrupted_loss / 2, sums.num_supervised)
+        return reports

@@ -102,6 +102,7 @@ class LossSums:
 
     Attributes:
         corrupted_loss: weight x cross-entropy over corrupted rows.
+        corrupted_cross_entropy: cross-entropy over corrupted rows that carry loss, whatever their weights.
         clean_loss: weight x cross-entropy over clean rows.
         corrupted_rows: corrupted rows that carry loss.
         clean_rows: clean rows that carry loss.
@@ -110,6 +111,7 @@ class LossSums:
     """
 
     corrupted_loss: Tensor
+    corrupted_cross_entropy: Tensor
     clean_loss: Tensor
     corrupted_rows: Tensor
     clean_rows: Tensor
@@ -153,7 +155,7 @@ class Objective(ABC):
         """Corrupt the views of one sample and say what each local row predicts.
 
         Whether a row is masked is kept as a boolean and never read back from the tokens: a data token equal to the
-        mask id is an ordinary token.
+        mask id is an ordinary token. In evaluation (`SampleNoise.is_evaluation`) the weights are those of `nelbo`.
 
         Args:
             clean: the data under the local rows.

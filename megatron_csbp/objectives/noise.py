@@ -56,6 +56,11 @@ class SampleNoise:
         if not 0 <= self.view < _WORD_LIMIT >> _VIEW_SHIFT:
             raise ValueError(f"noise view {self.view} must be at least 0 and below 2**{64 - _VIEW_SHIFT}.")
 
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the sample is evaluated and not trained on."""
+        return self.split != 0
+
     def block_levels(self, num_blocks: int) -> npt.NDArray[np.float64]:
         """Return one noise level for each block, stratified: every interval [i/n, (i+1)/n) holds exactly one.
 

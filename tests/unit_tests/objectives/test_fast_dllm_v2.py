@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import numpy as np
 import pytest
+import torch
 
 from megatron_csbp.objectives import CleanRows, ObjectiveConfig, build_objective
-from megatron_csbp.objectives.interface import LossRows
+from megatron_csbp.objectives.interface import LossRows, LossSums
 from megatron_csbp.objectives.noise import SampleNoise
+from megatron_csbp.objectives.noise_schedules import noise_times
 from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
@@ -28,8 +30,8 @@ def clean_rows(rows: RankRows, supervised: np.ndarray) -> CleanRows:
     )
 
 
-def place(rows: RankRows, supervised: np.ndarray) -> LossRows:
-    return OBJECTIVE.place(clean_rows(rows, supervised), NOISES, rows)
+def place(rows: RankRows, supervised: np.ndarray, noises: list[SampleNoise] = NOISES) -> LossRows:
+    return OBJECTIVE.place(clean_rows(rows, supervised), noises, rows)
 
 
 def whole(documents: list[tuple[int, int]] | None = None) -> RankRows:
@@ -111,6 +113,57 @@ def test_ranks_place_the_same_rows_as_one_rank(size: int) -> None:
         for copy, position, *values in zip(rows.copies, rows.sample_positions, *columns_of_rank, strict=True):
             got[copy, position] = tuple(values)
     assert got == wanted
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_in_evaluation_the_same_tokens_weigh_one_over_the_chance_that_they_had(split: int) -> None:
+    rows, supervised = whole(), np.random.default_rng(0).random(LENGTH) < 0.7
+    noises = [SampleNoise(7, split, 3, view=view) for view in range(2)]
+    placed = place(rows, supervised, noises)
+    times = noise_times(noises[0].block_levels(LENGTH // BLOCK), OBJECTIVE.config.noise_eps)
+    for view in range(2):
+        chance = times if view == 0 else 1 - times
+        weighs = (rows.copies == view) & (placed.weights > 0)
+        expected = 1 / chance[(rows.sample_positions[weighs] + 1) // BLOCK]
+        np.testing.assert_allclose(placed.weights[weighs], expected, rtol=1e-6)
+    assert placed.num_tokens == np.count_nonzero(placed.weights) == supervised[1:].sum()
+
+
+def test_tokens_that_are_always_masked_leave_none_to_the_other_view() -> None:
+    always = build_objective(ObjectiveConfig(name="fast-dllm-v2", mask_token_id=MASK, noise_eps=1.0))
+    rows, everything = whole(), np.ones(LENGTH, dtype=bool)
+    placed = always.place(clean_rows(rows, everything), [SampleNoise(7, 1, 3)] * 2, rows)
+    assert (placed.weights[rows.copies == 0] == (rows.sample_positions[rows.copies == 0] < LENGTH - 1)).all()
+    assert not placed.weights[rows.copies != 0].any()
+
+
+def test_the_reported_bound_is_unbiased() -> None:
+    """Two tokens of a block, each easier to guess if the other is seen: the mean over both orders."""
+    sample = Sample(8, 4, 2, np.array([(0, 3)]))
+    rows, alone, seen = RankRows(sample, Sharding()), np.array([0.9, 1.4]), np.array([0.3, 0.5])
+    exact = 0.5 * (alone[0] + seen[1]) + 0.5 * (alone[1] + seen[0])
+    means, bounds = [], []
+    for index in range(5000):
+        noises = [SampleNoise(11, 1, index, view=view) for view in range(2)]
+        # Tokens 1 and 2, which rows 0 and 1 predict.
+        supervised = np.arange(LENGTH) % 3 > 0
+        placed = OBJECTIVE.place(clean_rows(rows, supervised), noises, rows)
+        loss = entropy = 0.0
+        for view in range(2):
+            weights = placed.weights[(rows.copies == view) & (rows.sample_positions < 2)]
+            losses = np.where(weights[::-1] > 0, alone, seen)
+            loss += float(weights @ losses)
+            entropy += float((weights > 0) @ losses)
+        count = torch.tensor(placed.num_supervised)
+        none = torch.tensor(0.0)
+        sums = LossSums(torch.tensor(loss), torch.tensor(entropy), none, count, none, count, count)
+        reports = OBJECTIVE.reports(sums, evaluating=True)
+        bounds.append(float(reports["nelbo"][0] / reports["nelbo"][1]))
+        means.append(float(reports["lm loss"][0] / reports["lm loss"][1]))
+    assert abs(np.mean(bounds) - exact / 2) < 4 * np.std(bounds) / np.sqrt(len(bounds)) < 0.1 * exact
+    # Both masked in one view, with chance t^2 + (1 - t)^2: 2/3 of the time. Else each sees the other.
+    expected = (2 * alone.mean() + seen.mean()) / 3
+    assert abs(np.mean(means) - expected) < 4 * np.std(means) / np.sqrt(len(means)) < 0.1 * exact
 
 
 def columns(placed: LossRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

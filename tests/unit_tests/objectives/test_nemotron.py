@@ -63,13 +63,13 @@ def test_without_the_autoregressive_term_clean_rows_carry_nothing() -> None:
     assert not rows.weights[~layout.is_corrupted].any()
     assert rows.num_tokens == np.count_nonzero(rows.weights)
     none = torch.tensor(0)
-    sums = LossSums(torch.tensor(1.0), torch.tensor(0.0), none, none, none, none)
+    sums = LossSums(torch.tensor(1.0), torch.tensor(0.0), torch.tensor(0.0), none, none, none, none)
     assert "ar loss" not in objective.reports(sums, evaluating=True)
 
 
 def test_reports_take_the_weights_out_again() -> None:
     counts = [torch.tensor(n) for n in (10, 20, 30, 40)]
-    sums = LossSums(torch.tensor(6.0), torch.tensor(8.0), *counts)
+    sums = LossSums(torch.tensor(6.0), torch.tensor(5.0), torch.tensor(8.0), *counts)
     reports = built(diffusion_loss_weight=0.5, ar_loss_weight=2.0).reports(sums, evaluating=True)
     values = {name: (numerator.item(), denominator.item()) for name, (numerator, denominator) in reports.items()}
     assert values == {
