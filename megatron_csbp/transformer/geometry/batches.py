@@ -147,12 +147,12 @@ def _all_starts(problems: Iterable[_Problem]) -> tuple[IntArray, IntArray]:
     rows: list[int] = []
     keys: list[int] = []
     for piece, _, _ in problems:
-        if not piece.series:  # by far the most, where blocks are few
-            rows.append(piece.row)
-            keys.append(piece.key)
-            continue
-        rows += RowPattern(1, piece.row, tuple((n, row) for n, row, _ in piece.series)).problem_starts().tolist()
-        keys += RowPattern(1, piece.key, tuple((n, key) for n, _, key in piece.series)).problem_starts().tolist()
+        starts = [(piece.row, piece.key)]
+        for count, row_stride, key_stride in piece.series:
+            starts = [(row + i * row_stride, key + i * key_stride) for row, key in starts for i in range(count)]
+        for row, key in starts:
+            rows.append(row)
+            keys.append(key)
     return np.array(rows, dtype=np.int64), np.array(keys, dtype=np.int64)
 
 
@@ -164,16 +164,17 @@ def _disjoint(rows: IntArray, keys: IntArray, shape: _Problem) -> list[IntArray]
     if (np.diff(runs) >= shape.piece.num_rows).all() and (np.diff(np.sort(keys)) >= num_keys).all():
         return [np.arange(len(rows))]
     left = np.argsort(rows, kind="stable").tolist()
+    first_rows, first_keys = rows.tolist(), keys.tolist()
     batches: list[IntArray] = []
     while left:
         chosen: list[int] = []
         refused: list[int] = []
         row_stop, taken = -1, _Taken()
         for index in left:
-            key = int(keys[index])
-            if rows[index] >= row_stop and taken.add(key, key + num_keys):
+            row, key = first_rows[index], first_keys[index]
+            if row >= row_stop and taken.add(key, key + num_keys):
                 chosen.append(index)
-                row_stop = int(rows[index]) + spread
+                row_stop = row + spread
             else:
                 refused.append(index)
         batches.append(np.array(chosen))

@@ -85,7 +85,7 @@ def test_documents_and_chosen_blocks_make_few_tiles_of_many_pieces(pieces: list[
 
 
 def test_planning_takes_no_longer_than_a_data_worker_has() -> None:
-    """20 ms are asked for on a free core; the guard is ten times that."""
+    """20 ms are asked for on a free core (measured: 16 to 17); the guard is five times that."""
     sample = mixed_sample()
     best = np.inf
     for _ in range(3):
@@ -93,4 +93,4 @@ def test_planning_takes_no_longer_than_a_data_worker_has() -> None:
         rows = RankRows(sample, EIGHT, 3, balanced_owners(sample, EIGHT))
         plan_attention(rows, Mask(CleanAttention.TOKEN_CAUSAL))
         best = min(best, time.process_time() - start)
-    assert best < 0.2
+    assert best < 0.1
