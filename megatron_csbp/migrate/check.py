@@ -28,9 +28,10 @@ _OF_THIS_MACHINE = (
     "--mock-data",
 )
 """Flags that name files, or go by them: the machine that migrates a script need not have any."""
-_VOCABULARY = 151_936
+VOCABULARY = 151_936
+"""Tokens of the vocabulary that stands in."""
 # The stand-in ends documents with its last token.
-_STAND_INS = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {_VOCABULARY} --mask-token-id {_VOCABULARY - 9}"
+_STAND_INS = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --mask-token-id {VOCABULARY - 9}"
 
 
 def refusal(flags: Sequence[str], ranks: int) -> str | None:
@@ -40,13 +41,13 @@ def refusal(flags: Sequence[str], ranks: int) -> str | None:
         flags: of the changed job, with known values.
         ranks: of the job.
     """
-    words = [*without_files(flags), *_STAND_INS.split(), "--csbp-dry-run", str(ranks)]
+    words = [*with_stand_ins(flags), "--csbp-dry-run", str(ranks)]
     ended = run_python("-W", "ignore", "-m", "megatron_csbp.pretrain_gpt", *words)
     return None if ended.succeeded else ended.refusal
 
 
-def without_files(flags: Sequence[str]) -> list[str]:
-    """Leave out the flags, with their values, that name files."""
+def with_stand_ins(flags: Sequence[str]) -> list[str]:
+    """Replace the flags, with their values, that name files: mock data, and a vocabulary of `VOCABULARY`."""
     kept: list[str] = []
     keeps = True
     for word in flags:
@@ -54,4 +55,4 @@ def without_files(flags: Sequence[str]) -> list[str]:
             keeps = word not in _OF_THIS_MACHINE
         if keeps:
             kept.append(word)
-    return kept
+    return [*kept, *_STAND_INS.split()]
