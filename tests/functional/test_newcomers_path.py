@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,8 @@ MODEL=(--num-layers 36 --hidden-size 4096 --ffn-hidden-size 12288 --num-attentio
     --untie-embeddings-and-output-weights --position-embedding-type rope --rotary-base 1000000
     --seq-length 131072 --max-position-embeddings 131072)
 TRAINING=(--micro-batch-size 1 --global-batch-size 8 --lr 1e-5 --train-iters 1000 --eval-interval 100 --eval-iters 1
-    --bf16 --use-distributed-optimizer --context-parallel-size 8 --recompute-granularity full --recompute-method uniform
-    --recompute-num-layers 1)
+    --bf16 --use-distributed-optimizer --context-parallel-size 8 --recompute-granularity full
+    --recompute-method uniform --recompute-num-layers 1)
 PATHS=(--data-path $1 --tokenizer-type HuggingFaceTokenizer --tokenizer-model $2 --save $3 --save-interval 100)
 torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py "${MODEL[@]}" "${TRAINING[@]}" "${PATHS[@]}"
 """
@@ -54,7 +55,7 @@ def test_from_a_clone_to_a_conversion_on_text_of_ones_own(tmp_path: Path) -> Non
     (commands,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/convert.md").read_text(), flags=re.DOTALL)
     output = run(commands + "\n:\n", tmp_path)
     starts = re.findall(r"^@ (\d+) (.*)", output, flags=re.MULTILINE)
-    steps = [(int(after) - int(start), command) for (start, command), (after, _) in zip(starts, starts[1:])]
+    steps = [(int(after) - int(start), command) for (start, command), (after, _) in pairwise(starts)]
     timed = [(seconds, name) for seconds, command in steps for name in MOST_SECONDS if name in command.split("--")[0]]
     assert [name for _, name in timed] == ["train_tokenizer", "prepare", "TRAIN", "TRAIN", "generate", "evaluate"]
     assert all(seconds <= MOST_SECONDS[name] for seconds, name in timed), timed
