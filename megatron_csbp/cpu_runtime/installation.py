@@ -14,7 +14,7 @@ import torch
 import torch.utils.data
 
 from megatron_csbp.cpu_runtime.collectives import replace_collectives
-from megatron_csbp.cpu_runtime.device_mode import CpuDeviceMode, ThreadSupport
+from megatron_csbp.cpu_runtime.device_arguments import replace_device_arguments
 from megatron_csbp.cpu_runtime.torch_cuda import replace_torch_cuda
 from megatron_csbp.torch_adam import correct_distributed_optimizer_when_imported
 
@@ -98,15 +98,13 @@ _installed: RuntimeInfo | None = None
 
 def _install_cpu(reason: str) -> RuntimeInfo:
     hidden = _hide_gpu_packages()
-    mode = CpuDeviceMode()
-    ThreadSupport(mode).install()
+    replace_device_arguments()
     replace_torch_cuda()
     replace_collectives()
     _replace_data_loader()
     correct_distributed_optimizer_when_imported()
     torch.compile = _no_compile
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_drop_rng_warning)
-    mode.__enter__()  # type: ignore[no-untyped-call]  # for the rest of the process
     notes = [
         "device 'cuda' means the CPU",
         "process groups use gloo, also where 'nccl' is asked for",

@@ -5,7 +5,7 @@ import math
 import time
 from typing import Any
 
-from megatron_csbp.cpu_runtime.device_mode import CPU
+from megatron_csbp.cpu_runtime.device_arguments import CPU
 
 
 class Stream:

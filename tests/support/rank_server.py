@@ -36,7 +36,25 @@ def import_everything() -> None:
     # The last two are imported late in a run, and each takes more than a second.
     for name in ("megatron.training.training", "megatron.core.tokenizers.text", "torch._dynamo"):
         importlib.import_module(name)
+    read_help_once()
     assert threading.active_count() == 1, "a fork would leave other threads behind"
+
+
+def read_help_once() -> None:
+    """Keep the help of Megatron's flags, which each parser reads from the source again: half of the start of a rank."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    from megatron_csbp import megatron_arguments
+
+    read, known = ArgumentGroupFactory._get_field_docstrings, {}
+
+    def keep(factory: Any, config_class: type) -> dict[str, str]:
+        if config_class not in known:
+            known[config_class] = read(factory, config_class)
+        return known[config_class]
+
+    ArgumentGroupFactory._get_field_docstrings = keep
+    megatron_arguments.argument_parser()
 
 
 def free_port() -> int:
