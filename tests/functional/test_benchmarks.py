@@ -13,31 +13,49 @@ from benchmarks.network import PREFIX, why_unavailable
 from benchmarks.parts import PARTS
 from tests.support.megatron_run import ROOT, environment
 
-# The conversion is the demo, which has tests of its own.
-MEASURED = [name for name in PARTS if name != "conversion"]
+# Parts that train for minutes. The conversion is the demo, which has tests of its own.
+LONG = ["throughput", "answers", "training"]
+SHORT = [name for name in PARTS if name not in (*LONG, "conversion")]
 REASON = why_unavailable()
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"slow links and wire counters not checked: {REASON}")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("benchmarks")
-    command = [sys.executable, "-m", "benchmarks.run", "--quick", "--out", str(folder), "--only", *MEASURED]
+def run(names: list[str], folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.run", "--quick", "--out", str(folder), "--only", *names]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def parts(folder: Path) -> dict[str, Any]:
     parts: dict[str, Any] = json.loads((folder / "results.json").read_text())["parts"]
     return parts
 
 
-def test_every_part_is_measured_or_says_why_not(parts: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("benchmarks")
+
+
+@pytest.fixture(scope="module")
+def parts(folder: Path) -> dict[str, Any]:
+    return run(SHORT, folder)
+
+
+@pytest.fixture(scope="module")
+def long_parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(LONG, tmp_path_factory.mktemp("long"))
+
+
+@pytest.mark.parametrize("which", ["parts", pytest.param("long_parts", marks=pytest.mark.slow)])
+def test_every_part_is_measured_or_says_why_not(which: str, request: pytest.FixtureRequest) -> None:
+    parts = request.getfixturevalue(which)
     missing = {name for name, part in parts.items() if "result" not in part}
-    assert missing == (set() if REASON is None else {"wire", "throughput", "training"})
+    assert missing == (set() if REASON is None else {name for name in parts if PARTS[name].needs_network})
     assert all(parts[name]["not_measured"] == REASON for name in missing)
+
+
+@pytest.mark.slow
+def test_answers_alone_have_fewer_rows_and_shared_views_fewer_clean_ones(long_parts: dict[str, Any]) -> None:
+    seconds = long_parts["answers"]["result"]["seconds"]
+    assert set(seconds) == {"answers", "all blocks", "two views, one clean copy", "two doubled sequences"}
+    assert all(value > 0 for value in seconds.values())
 
 
 @pytest.mark.root
@@ -54,10 +72,11 @@ def test_wire_ledger_and_formula_agree_and_csbp_moves_half(parts: dict[str, Any]
     assert rows["BP forward"]["wire_received_bytes"] < 0.01 * rows["CSBP forward"]["wire_received_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @needs_namespaces
-def test_exchanges_take_at_least_the_time_that_the_slow_link_needs(parts: dict[str, Any]) -> None:
-    result = parts["throughput"]["result"]
+def test_exchanges_take_at_least_the_time_that_the_slow_link_needs(long_parts: dict[str, Any]) -> None:
+    result = long_parts["throughput"]["result"]
     rate = next(link["bytes_per_second"] for link in result["links"] if link["link"] == "across nodes")
     shape = result["shape"]
     for row in result["rows"]:
@@ -97,10 +116,11 @@ def test_the_attention_path_is_counted(parts: dict[str, Any]) -> None:
     assert 0 < row["dispatch_share"] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @needs_namespaces
-def test_both_trainings_go_through_the_same_losses(parts: dict[str, Any]) -> None:
-    result = parts["training"]["result"]
+def test_both_trainings_go_through_the_same_losses(long_parts: dict[str, Any]) -> None:
+    result = long_parts["training"]["result"]
     assert [run["scheme"] for run in result["runs"]] == ["CP", "CSBP"]
     assert all(len(run["iterations"]) == len(run["validations"]) == 2 for run in result["runs"])
     assert result["largest_difference"] < 1e-5
