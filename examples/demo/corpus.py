@@ -2,12 +2,15 @@
 """The demo's text: the longest sources of Python's standard library."""
 
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 MASK_ID = 1
 """The id of the mask in the tokenizer that is trained here: special tokens come first."""
+
+_FOLDER = Path(sysconfig.get_path("stdlib"))
 
 LONGEST_BYTES = 200_000
 """Longer files of the standard library are tables, not programs."""
@@ -22,22 +25,22 @@ def standard_library_documents(total_bytes: int) -> list[Path]:
     Raises:
         ValueError: this Python has fewer sources than that.
     """
-    folder = Path(sysconfig.get_path("stdlib"))
-    sizes = {
-        path: path.stat().st_size
-        for path in folder.rglob("*.py")
-        if not {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"} & set(path.parts)
-    }
     chosen: list[Path] = []
-    for path, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        if sum(sizes[document] for document in chosen) >= total_bytes:
+    chosen_bytes = 0
+    for path, size in _longest_first(LONGEST_BYTES):
+        if chosen_bytes >= total_bytes:
             return sorted(chosen)
-        if size <= LONGEST_BYTES and _is_utf8(path):
-            chosen.append(path)
+        chosen.append(path)
+        chosen_bytes += size
     raise ValueError(
-        f"the standard library in {folder} has only {sum(sizes.values())} bytes of Python sources; the demo needs "
+        f"the standard library in {_FOLDER} has only {chosen_bytes} bytes of Python sources; the demo needs "
         f"{total_bytes}. Use a full installation of Python (Debian: python3-full)."
     )
+
+
+def held_out_document(most_bytes: int) -> Path:
+    """Return the longest source of at most so many bytes; far shorter than those to train on, it is none of them."""
+    return next(path for path, _ in _longest_first(most_bytes))
 
 
 def entropy_of_tokens(prefix: Path) -> float:
@@ -49,6 +52,18 @@ def entropy_of_tokens(prefix: Path) -> float:
     counts = np.bincount(np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
+
+
+def _longest_first(most_bytes: int) -> Iterator[tuple[Path, int]]:
+    """Yield the readable sources of the standard library up to a size, and their bytes."""
+    sizes = {
+        path: path.stat().st_size
+        for path in _FOLDER.rglob("*.py")
+        if not {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"} & set(path.parts)
+    }
+    for path, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        if size <= most_bytes and _is_utf8(path):
+            yield path, size
 
 
 def _is_utf8(path: Path) -> bool:

@@ -124,7 +124,8 @@ def prepare_data(output: Path, size: Size) -> tuple[list[str], float]:
         The flags that name them, and the entropy of the validation text's single tokens, in nats.
     """
     print("\nData: the longest sources of Python's standard library", flush=True)
-    *documents, held_out = corpus.standard_library_documents(size.corpus_bytes)
+    documents = corpus.standard_library_documents(size.corpus_bytes)
+    held_out = corpus.held_out_document(size.held_out_bytes)
     tokenizer = output / "tokenizer"
     texts = (document.read_text(encoding="utf-8") for document in documents)
     num_tokens, mask_token_id = train_tokenizer(texts, tokenizer, size.vocab_size)

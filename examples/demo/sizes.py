@@ -40,7 +40,8 @@ class Size:
     """A model shaped like Nemotron-Labs-Diffusion (RMSNorm, SwiGLU, grouped-query attention, RoPE), and its trainings.
 
     Attributes:
-        corpus_bytes: text; the last document is for validation.
+        corpus_bytes: text to train on.
+        held_out_bytes: at most so much text for validation.
         vocab_size: tokens of the BPE.
         layers: transformer layers.
         hidden: hidden size.
@@ -57,6 +58,7 @@ class Size:
     """
 
     corpus_bytes: int
+    held_out_bytes: int
     vocab_size: int
     layers: int
     hidden: int
@@ -91,6 +93,7 @@ class Size:
 SIZES = {
     "full": Size(
         corpus_bytes=2_500_000,
+        held_out_bytes=66_000,
         vocab_size=512,
         layers=3,
         hidden=128,
@@ -99,14 +102,15 @@ SIZES = {
         key_value_heads=2,
         sequence_length=256,
         block_size=8,
-        autoregressive=Training(iterations=160, samples=8, micro_batch=4, evaluate_every=40, learning_rate=8e-3),
-        diffusion=Training(iterations=60, samples=8, micro_batch=8, evaluate_every=15, learning_rate=4e-3),
-        parity_iterations=10,
+        autoregressive=Training(iterations=150, samples=8, micro_batch=4, evaluate_every=75, learning_rate=8e-3),
+        diffusion=Training(iterations=48, samples=8, micro_batch=8, evaluate_every=16, learning_rate=4e-3),
+        parity_iterations=8,
         new_tokens=96,
         largest_share=0.95,
     ),
     "quick": Size(
         corpus_bytes=300_000,
+        held_out_bytes=17_000,
         vocab_size=384,
         layers=2,
         hidden=64,
@@ -115,8 +119,8 @@ SIZES = {
         key_value_heads=2,
         sequence_length=128,
         block_size=8,
-        autoregressive=Training(iterations=60, samples=8, micro_batch=4, evaluate_every=30, learning_rate=1e-2),
-        diffusion=Training(iterations=20, samples=8, micro_batch=8, evaluate_every=10, learning_rate=1e-2),
+        autoregressive=Training(iterations=40, samples=8, micro_batch=4, evaluate_every=40, learning_rate=1e-2),
+        diffusion=Training(iterations=12, samples=8, micro_batch=8, evaluate_every=6, learning_rate=1e-2),
         parity_iterations=4,
         new_tokens=16,
         largest_share=1.1,
