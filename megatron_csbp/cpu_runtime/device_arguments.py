@@ -15,21 +15,24 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 
+# fmt: off
 _MAKE_TENSORS = (
-    "arange as_tensor asarray bartlett_window blackman_window empty empty_like empty_permuted empty_strided eye full "
-    "full_like hamming_window hann_window kaiser_window linspace logspace ones ones_like rand rand_like randint "
-    "randint_like randn randn_like randperm range scalar_tensor sparse_bsc_tensor sparse_bsr_tensor "
-    "sparse_compressed_tensor sparse_coo_tensor sparse_csc_tensor sparse_csr_tensor tensor tril_indices triu_indices "
-    "zeros zeros_like"
-).split()
+    "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty", "empty_like",
+    "empty_permuted", "empty_strided", "eye", "full", "full_like", "hamming_window", "hann_window",
+    "kaiser_window", "linspace", "logspace", "ones", "ones_like", "rand", "rand_like", "randint",
+    "randint_like", "randn", "randn_like", "randperm", "range", "scalar_tensor", "sparse_bsc_tensor",
+    "sparse_bsr_tensor", "sparse_compressed_tensor", "sparse_coo_tensor", "sparse_csc_tensor",
+    "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like",
+)
+# fmt: on
 """Functions of `torch` with a keyword `device`."""
-_MAKE_TENSORS_LIKE = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+_MAKE_TENSORS_LIKE = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 """The same, of `torch.Tensor`."""
 
 
 def replace_device_arguments() -> None:
     """Make every `cuda` device argument of a PyTorch function mean the CPU."""
-    # PyTorch gathers, at the first use of a device as a context, the functions that it is for: from then on by identity.
+    # At the first use of a device as a context, PyTorch gathers the functions that it changes.
     with torch.device("meta"):
         torch.empty(0)
     for owner, names in ((torch, _MAKE_TENSORS), (Tensor, _MAKE_TENSORS_LIKE)):

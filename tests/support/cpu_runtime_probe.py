@@ -77,6 +77,12 @@ def devices() -> dict[str, str]:
     return {name: tensor.device.type for name, tensor in tensors.items()}
 
 
+def device_under(context: str) -> str:
+    """Return the device of a tensor that is made with a device as the context."""
+    with torch.device(context):
+        return torch.zeros(2).device.type
+
+
 def in_thread(function: Callable[[], torch.Tensor]) -> torch.Tensor:
     results: list[torch.Tensor] = []
 
@@ -192,6 +198,7 @@ def main() -> None:
         "notes": list(info.notes),
         "idempotent": cpu_runtime.install("auto") is info and cpu_runtime.install("cpu") is info,
         "devices": devices(),
+        "made under meta": device_under("meta"),
         "copies": copies(),
         "sees": who_sees_cuda(),
         "memory": memory(),

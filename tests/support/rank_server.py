@@ -41,7 +41,7 @@ def import_everything() -> None:
 
 
 def read_help_once() -> None:
-    """Keep the help of Megatron's flags, which each parser reads from the source again: half of the start of a rank."""
+    """Keep the help of Megatron's flags, which each parser reads from the source: half of the start of a rank."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     from megatron_csbp import megatron_arguments

@@ -40,6 +40,10 @@ def test_every_way_to_name_cuda_leads_to_the_cpu(probe: dict[str, Any]) -> None:
     assert set(probe["devices"].values()) == {"cpu"}, probe["devices"]
 
 
+def test_tensors_without_memory_are_still_made_under_their_device(probe: dict[str, Any]) -> None:
+    assert probe["made under meta"] == "meta"
+
+
 def test_a_move_to_the_cpu_copies_as_it_does_from_a_device(probe: dict[str, Any]) -> None:
     assert probe["copies"] == {"cpu": False, "to cpu": False, "cuda": True, "to own device": True}
 
