@@ -60,7 +60,8 @@ def section(result: dict[str, Any]) -> list[str]:
         f"{_last(autoregressive['validation']):{NATS}} nats/token; entropy of single tokens "
         f"{result['entropy']:{NATS}}), then {size['diffusion']['iterations']} iterations with blocks of "
         f"{size['block_size']}, with CSBP on two ranks, from these weights (*converted*) and from random ones "
-        "(*scratch*). The losses of different objectives weigh tokens differently: compare within a line.",
+        "(*scratch*). NELBO on a text that was held out. The training losses of different objectives weigh tokens "
+        "differently: compare within a line.",
         "",
         *table(
             [
@@ -68,7 +69,7 @@ def section(result: dict[str, Any]) -> list[str]:
                 "first loss, converted",
                 "scratch",
                 "first grad norm, converted",
-                "validation at the end, converted",
+                "NELBO at the end, converted",
                 "scratch",
             ],
             rows,
