@@ -63,7 +63,13 @@ def test_a_checkpoint_that_cannot_be_read_is_refused(fault: str, ranks: Ranks, s
         check_refused(ranks.train([*RUN, *flag.split(), str(folder)], timeout=QUICK_SECONDS), str(folder), *said)
 
 
-@pytest.mark.parametrize("size", [["--bp-size", "2"], words("--bp-size 2 --context-parallel-size 2")])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(["--bp-size", "2"], id="bp2", marks=pytest.mark.slow),
+        pytest.param(words("--bp-size 2 --context-parallel-size 2"), id="csbp2"),
+    ],
+)
 def test_a_checkpoint_carries_the_clean_length(size: list[str], ranks: Ranks, tmp_path: Path) -> None:
     """Stock Megatron would train on the row count: 128 under CSBP, 192 under pure block parallelism."""
     ranks.train([*RUN, *size, "--save", str(tmp_path)], 2).check()

@@ -75,7 +75,7 @@ def resume(ranks: Ranks, checkpoint: Path, flags: list[str], world_size: int, *m
     return run
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16, sharded optimizer, overlap"])
+@pytest.mark.parametrize("kind", [pytest.param("fp32", marks=pytest.mark.slow), "bf16, sharded optimizer, overlap"])
 def test_resumes_bit_for_bit(
     kind: str, ranks: Ranks, interrupted: Callable[[str], Interrupted], tmp_path: Path
 ) -> None:
@@ -92,10 +92,10 @@ def test_resumes_bit_for_bit(
     "kind, topology, world_size",
     [
         pytest.param("fp32", [], 1, id="one rank"),
-        pytest.param("fp32", CSBP4, 4, id="csbp4"),
+        pytest.param("fp32", CSBP4, 4, id="csbp4", marks=pytest.mark.slow),
         pytest.param("fp32", CSBP2, 4, id="dp2 x csbp2"),
         pytest.param("fp32", [*TP2, *CSBP2], 4, id="tp2 x csbp2"),
-        pytest.param("fp32", [*PP2, "--bp-size", "2"], 4, id="pp2 x pure bp2"),
+        pytest.param("fp32", [*PP2, "--bp-size", "2"], 4, id="pp2 x pure bp2", marks=pytest.mark.slow),
         pytest.param("fp32, sharded optimizer", [], 1, id="one rank, sharded optimizer"),
         pytest.param("fp32, sharded optimizer", TP2, 2, id="tp2, sharded optimizer"),
         pytest.param("fp32, sharded optimizer", CSBP2, 4, id="dp2 x csbp2, sharded optimizer"),

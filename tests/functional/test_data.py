@@ -156,7 +156,7 @@ def test_packed_documents_with_few_answers_train_like_one_rank_with_all_blocks(
     assert "--loss-on all differs from answers in the checkpoint" in refused.output
 
 
-@pytest.mark.parametrize("order", ["single", "cyclic"])
+@pytest.mark.parametrize("order", [pytest.param("single", marks=pytest.mark.slow), "cyclic"])
 def test_resumes_bit_for_bit_over_epochs(order: str, corpus: Corpus, ranks: Ranks, tmp_path: Path) -> None:
     """Twelve iterations of sixteen samples read the small dataset several times."""
     flags = [*corpus.flags, "--data-path", str(corpus.first), "--dataloader-type", order]

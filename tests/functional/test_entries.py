@@ -73,7 +73,13 @@ def logged(run: Finished) -> list[tuple[str, str]]:
     return [first, *rest]
 
 
-@pytest.mark.parametrize("entry", [["-m", "megatron_csbp.pretrain_gpt"], ["-m", "megatron_csbp.launch", SCRIPT]])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(["-m", "megatron_csbp.pretrain_gpt"], id="ours", marks=pytest.mark.slow),
+        pytest.param(["-m", "megatron_csbp.launch", SCRIPT], id="an unmodified script"),
+    ],
+)
 def test_torchrun_runs_the_entries(entry: list[str], ranks: Ranks) -> None:
     """Nothing of the tests is in these ranks; they log what the forked ranks of the other tests have recorded."""
     arguments = [*TIED, *NEMOTRON, *CSBP2, *iterations(3)]

@@ -61,7 +61,13 @@ def test_a_mask_id_that_the_data_hold_is_refused_on_every_rank(ranks: Ranks) -> 
     assert "Use --mask-token-id 187, a spare row of the padded vocabulary" in run.output
 
 
-@pytest.mark.parametrize("more", [[], ["--rerun-mode", "disabled"]], ids=["with reruns", "without reruns"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], id="with reruns", marks=pytest.mark.slow),
+        pytest.param(["--rerun-mode", "disabled"], id="without reruns"),
+    ],
+)
 def test_nan_in_the_loss_of_one_rank_ends_the_run_by_name(more: list[str], ranks: Ranks, tmp_path: Path) -> None:
     flags = [*TIED, *BLOCK_DIFFUSION, *CSBP2, *words("--global-batch-size 1"), *iterations(6), *more]
     run = ranks.train(

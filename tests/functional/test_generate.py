@@ -112,12 +112,11 @@ def by_the_rule(logits_RV: Tensor, threshold: float) -> tuple[list[int], list[bo
 @pytest.mark.parametrize(
     "model, shifts, threshold",
     [
-        ("nemotron", False, 0.007),
-        ("block-diffusion", False, 0.007),
-        ("fast-dllm-v2", True, 0.007),
-        ("moe", False, 2.0),
+        pytest.param("nemotron", False, 0.007, id="nemotron"),
+        pytest.param("block-diffusion", False, 0.007, id="block-diffusion", marks=pytest.mark.slow),
+        pytest.param("fast-dllm-v2", True, 0.007, id="fast-dllm-v2, shifted"),
+        pytest.param("moe", False, 2.0, id="moe", marks=pytest.mark.slow),
     ],
-    ids=["nemotron", "block-diffusion", "fast-dllm-v2, shifted", "moe"],
 )
 def test_blocks_are_those_of_an_uncached_dense_decoder(
     model: str, shifts: bool, threshold: float, ranks: Ranks, trained: Trained, tmp_path: Path

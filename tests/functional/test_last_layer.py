@@ -23,7 +23,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param("block-diffusion", marks=pytest.mark.slow), "nemotron without its next-token loss"]
+)
 def test_dropping_clean_rows_changes_no_loss_and_no_gradient(model: str, ranks: Ranks, tmp_path: Path) -> None:
     flags = MODELS[model]
     saving = [*iterations(1), "--save", str(tmp_path / "start")]

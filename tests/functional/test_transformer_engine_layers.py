@@ -44,7 +44,9 @@ def one_step(ranks: Ranks, flags: list[str], folder: Path) -> Finished:
     return ranks.train([*flags, *iterations(1), "--save", str(folder), "--no-save-optim"]).check()
 
 
-@pytest.mark.parametrize("experts", [[], MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "experts", [pytest.param([], id="dense"), pytest.param(MOE, id="experts", marks=pytest.mark.slow)]
+)
 def test_a_checkpoint_goes_from_stock_to_block_diffusion_and_back(
     experts: list[str], te_ranks: Ranks, tmp_path: Path
 ) -> None:
