@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_csbp.data import prepare
-from tests.functional.model_flags import BLOCK_DIFFUSION, CSBP2, NEMOTRON, TIED, iterations, words
+from tests.functional.model_flags import BLOCK_DIFFUSION, CSBP2, NEMOTRON, PP2, TIED, iterations, words
 from tests.support.checkpoint_tensors import load_parameters
 from tests.support.megatron_run import Ranks, worst_difference
 
@@ -149,8 +149,15 @@ def test_packed_documents_with_few_answers_train_like_one_rank_with_all_blocks(
         assert worst_difference(two.losses(name), one.losses(name)) < CURVE_TOLERANCE
     assert worst_difference(two.grad_norms, one.grad_norms) < CURVE_TOLERANCE
     assert worst_difference(two.evaluated("nelbo"), one.evaluated("nelbo")) < CURVE_TOLERANCE
-    resumed = [*flags, *CSBP2, "--load", str(tmp_path / "saved"), "--ckpt-step", "3"]
+    saved = ["--load", str(tmp_path / "saved"), "--ckpt-step", "3"]
+    resumed = [*flags, *CSBP2, *saved]
     assert ranks.train(resumed, 2).check().records == two.records[3:]
+    # From the same weights, which Megatron's own initialisation does not give to pipeline stages.
+    anew = [*flags, *saved, *words("--finetune --no-load-optim --no-load-rng")]
+    whole, piped = ranks.train([*anew, "--csbp-all-blocks"]).check(), ranks.train([*anew, *PP2, *CSBP2], 4).check()
+    assert len(piped.losses()) == 6
+    assert worst_difference(piped.losses(), whole.losses()) < CURVE_TOLERANCE
+    assert worst_difference(piped.grad_norms, whole.grad_norms) < CURVE_TOLERANCE
     refused = ranks.train([*resumed, "--loss-on", "all"], 2, timeout=120)
     assert set(refused.returncodes) == {2}
     assert "--loss-on all differs from answers in the checkpoint" in refused.output
