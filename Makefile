@@ -40,13 +40,12 @@ demo: $(INSTALLED) ## Train a small model, convert it to block diffusion with CS
 bench: $(INSTALLED) ## Measure CP, BP and CSBP side by side and regenerate benchmarks/RESULTS.md (root: slow links, wire counters)
 	$(BIN)/python -m benchmarks.run
 
-# Test files at a time: one more than two cores, since ranks of one thread each often wait for each other. The long files
-# of whole runs come first.
-WORKERS ?= 3
+# Test files at a time; a run of a file may have several ranks, of one thread each. The long files of whole runs come first.
+WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
-test: lint $(INSTALLED) ## Run the checks: lint, types, unit tests, functional tests (WORKERS=3 files at a time)
+test: lint $(INSTALLED) ## Run the checks: lint, types, unit tests, functional tests (WORKERS=2 files at a time)
 	$(PYTEST) -m "not slow" tests/functional tests/unit_tests
 
 .PHONY: test-all
