@@ -2,7 +2,7 @@
 """Device arguments that name CUDA mean the CPU.
 
 The functions that take a device are replaced, and no other: a `TorchFunctionMode`, which sees every call of PyTorch,
-takes 40 % of the time of a small model, and has to be carried into threads and backward passes.
+takes a fifth of the time of a small model, and has to be carried into threads and backward passes.
 """
 
 import functools
@@ -16,18 +16,21 @@ from torch import Tensor
 CPU = torch.device("cpu")
 
 # fmt: off
-_MAKE_TENSORS = (
-    "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty", "empty_like",
-    "empty_permuted", "empty_strided", "eye", "full", "full_like", "hamming_window", "hann_window",
-    "kaiser_window", "linspace", "logspace", "ones", "ones_like", "rand", "rand_like", "randint",
-    "randint_like", "randn", "randn_like", "randperm", "range", "scalar_tensor", "sparse_bsc_tensor",
-    "sparse_bsr_tensor", "sparse_compressed_tensor", "sparse_coo_tensor", "sparse_csc_tensor",
-    "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like",
-)
+MAKE_TENSORS: dict[Any, tuple[str, ...]] = {
+    torch: (
+        "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty", "empty_like",
+        "empty_permuted", "empty_quantized", "empty_strided", "eye", "full", "full_like", "hamming_window",
+        "hann_window", "kaiser_window", "linspace", "logspace", "normal", "ones", "ones_like", "rand", "rand_like",
+        "randint", "randint_like", "randn", "randn_like", "randperm", "range", "scalar_tensor", "sparse_bsc_tensor",
+        "sparse_bsr_tensor", "sparse_compressed_tensor", "sparse_coo_tensor", "sparse_csc_tensor",
+        "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like",
+    ),
+    torch.fft: ("fftfreq", "rfftfreq"),
+    torch.nested: ("nested_tensor",),
+    Tensor: ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"),
+}
 # fmt: on
-"""Functions of `torch` with a keyword `device`."""
-_MAKE_TENSORS_LIKE = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
-"""The same, of `torch.Tensor`."""
+"""Functions with a keyword `device`, by their owner."""
 
 
 def replace_device_arguments() -> None:
@@ -35,7 +38,7 @@ def replace_device_arguments() -> None:
     # At the first use of a device as a context, PyTorch gathers the functions that it changes.
     with torch.device("meta"):
         torch.empty(0)
-    for owner, names in ((torch, _MAKE_TENSORS), (Tensor, _MAKE_TENSORS_LIKE)):
+    for owner, names in MAKE_TENSORS.items():
         for name in names:
             setattr(owner, name, _on_cpu(getattr(owner, name)))
     for name, replaced in {"to": _to, "cpu": _cpu, "type": _type}.items():
