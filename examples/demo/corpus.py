@@ -2,7 +2,7 @@
 """The demo's text: the longest sources of Python's standard library."""
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +38,16 @@ def standard_library_documents(total_bytes: int) -> list[Path]:
     )
 
 
-def held_out_document(most_bytes: int) -> Path:
-    """Return the longest source of at most so many bytes; far shorter than those to train on, it is none of them."""
-    return next(path for path, _ in _longest_first(most_bytes))
+def held_out_document(most_bytes: int, documents: Collection[Path]) -> Path:
+    """Return the longest source of at most so many bytes that is none of the documents to train on.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for path, _ in _longest_first(most_bytes):
+        if path not in documents:
+            return path
+    raise ValueError(f"the standard library in {_FOLDER} has no source of at most {most_bytes} bytes to hold out.")
 
 
 def entropy_of_tokens(prefix: Path) -> float:

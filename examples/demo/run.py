@@ -125,7 +125,7 @@ def prepare_data(output: Path, size: Size) -> tuple[list[str], float]:
     """
     print("\nData: the longest sources of Python's standard library", flush=True)
     documents = corpus.standard_library_documents(size.corpus_bytes)
-    held_out = corpus.held_out_document(size.held_out_bytes)
+    held_out = corpus.held_out_document(size.held_out_bytes, documents)
     tokenizer = output / "tokenizer"
     texts = (document.read_text(encoding="utf-8") for document in documents)
     num_tokens, mask_token_id = train_tokenizer(texts, tokenizer, size.vocab_size)

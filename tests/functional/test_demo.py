@@ -176,6 +176,17 @@ def test_a_model_that_has_not_learnt_fails(
     assert report.print_summary(sizes.SIZES["full"], runs, 5.0, {}, {}, sizes.PAPER_CASE) == failures
 
 
+@pytest.mark.parametrize("size_name", ["full", "quick"])
+def test_no_text_for_validation_is_trained_on(size_name: str, report: ModuleType) -> None:
+    corpus, size = import_module("corpus"), sys.modules["sizes"].SIZES[size_name]
+    documents = corpus.standard_library_documents(size.corpus_bytes)
+    held_out = corpus.held_out_document(size.held_out_bytes, documents)
+    assert held_out not in documents
+    assert corpus.held_out_document(size.held_out_bytes, [*documents, held_out]) not in (*documents, held_out)
+    with pytest.raises(ValueError, match="no source of at most -1 bytes to hold out"):
+        corpus.held_out_document(-1, [])
+
+
 RANK_0_REFUSES = "megatron_csbp: rank 0: error: --seq-length 72 must be a multiple of 32."
 TRACEBACK = ["Traceback (most recent call last):", "RuntimeError: no more memory"]
 TORCHRUN = ["E1129 torch/distributed/elastic/multiprocessing/api.py:1002] failed", "ChildFailedError:"]
