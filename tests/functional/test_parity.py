@@ -40,15 +40,14 @@ ONE_STEP_OF_SGD = words(
     f"--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 --lr {STEP} --min-lr {STEP} "
     "--lr-decay-style constant --lr-warmup-iters 0"
 )
-WINDOWS = [*DEEP, *words("--window-size 14,0 --window-attn-skip-freq 4 --global-batch-size 2")]
 MODELS = {
     "nemotron": [*TIED, *NEMOTRON],
     "block-diffusion": [*UNTIED_MQA, *BLOCK_DIFFUSION],
     "deep": [*DEEP, *BLOCK_DIFFUSION, "--clean-attention", "token-causal"],
     "moe": [*MOE, *NEMOTRON],
-    "windows": [*WINDOWS, *NEMOTRON],
+    "windows": [*DEEP, *NEMOTRON, *words("--window-size 14,0 --window-attn-skip-freq 4")],
     "two views": [*TIED, *NEMOTRON, "--corrupted-views", "2"],
-    "documents": [*WINDOWS, *BLOCK_DIFFUSION],
+    "documents": [*DEEP, *BLOCK_DIFFUSION, *words("--window-size 14,0 --window-attn-skip-freq 4")],
     "hybrid": [*HYBRID, *NEMOTRON],
     "hybrid documents": [*HYBRID, *BLOCK_DIFFUSION, *words("--window-size 14,0 --corrupted-views 2")],
 }
