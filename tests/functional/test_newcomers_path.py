@@ -5,21 +5,21 @@ From a clone to a conversion on text of one's own (docs/convert.md), and from an
 16 GPUs (docs/migrate.md).
 """
 
-import os
 import re
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.support.megatron_run import ROOT, TIMEOUT_SECONDS, environment
+from tests.support.megatron_run import ROOT
+from tests.support.shell import run_commands
 
 pytestmark = pytest.mark.slow
 
 # Five times what the steps take on two cores that do nothing else.
 MOST_SECONDS = {"train_tokenizer": 30, "prepare": 30, "TRAIN": 200, "generate": 60, "evaluate": 100}
+# Each command is printed before it runs, with the seconds since the start.
+ANNOUNCED = "trap 'echo \"@ $SECONDS $BASH_COMMAND\"' DEBUG\n"
 JOB = """#!/bin/bash
 MODEL=(--num-layers 36 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 32 --kv-channels 128
     --group-query-attention --num-query-groups 8 --qk-layernorm --swiglu --normalization RMSNorm --disable-bias-linear
@@ -33,27 +33,9 @@ torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py "${MODEL[@]}" "${TRAINING
 """
 
 
-def run(script: str, folder: Path) -> str:
-    """Run a shell script and return what it prints; each command is announced, with the seconds since the start."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    announced = "trap 'echo \"@ $SECONDS $BASH_COMMAND\"' DEBUG\n"
-    done = subprocess.run(
-        ["bash", "-ec", announced + script],
-        cwd=folder,
-        env=environment() | {"PATH": path, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    return done.stdout
-
-
 def test_from_a_clone_to_a_conversion_on_text_of_ones_own(tmp_path: Path) -> None:
     (commands,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/convert.md").read_text(), flags=re.DOTALL)
-    output = run(commands + "\n:\n", tmp_path)
+    output = run_commands(f"{ANNOUNCED}{commands}\n:\n", tmp_path)
     starts = re.findall(r"^@ (\d+) (.*)", output, flags=re.MULTILINE)
     steps = [(int(after) - int(start), command) for (start, command), (after, _) in pairwise(starts)]
     timed = [(seconds, name) for seconds, command in steps for name in MOST_SECONDS if name in command.split("--")[0]]
@@ -69,12 +51,14 @@ def test_from_a_clone_to_a_conversion_on_text_of_ones_own(tmp_path: Path) -> Non
 
 def test_from_a_launch_script_to_a_plan_for_16_gpus(tmp_path: Path) -> None:
     (tmp_path / "job.sh").write_text(JOB)
-    migrated = run("python -m megatron_csbp.migrate job.sh --ranks 16 > change.diff; cat change.diff", tmp_path)
+    migrated = run_commands(
+        "python -m megatron_csbp.migrate job.sh --ranks 16 > change.diff; cat change.diff", tmp_path
+    )
     assert "Nothing stands in the way." in migrated
-    run("patch --quiet job.sh < change.diff", tmp_path)
+    run_commands("patch --quiet job.sh < change.diff", tmp_path)
     assert "-m megatron_csbp.launch pretrain_gpt.py --bp-size 8" in (tmp_path / "job.sh").read_text()
     (command,) = re.findall(r"plan its memory, bytes and time.*: (python .* --gpus 16)$", migrated, re.MULTILINE)
-    planned = run(command, tmp_path)
+    planned = run_commands(command, tmp_path)
     assert "dry run: 16 x h200, 2 node(s) of 8; DP 2 x CSBP 8" in planned
     assert "parameters: 8,190,735,360 (Qwen3 8B, as published)" in planned
     assert "every check of a start passed" in planned
