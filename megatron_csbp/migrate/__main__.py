@@ -7,12 +7,11 @@ changed job would start; 1: something stands in the way; 2: a wrong command line
 """
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_csbp.migrate.check import VOCABULARY, refusal, with_stand_ins
+from megatron_csbp.migrate.check import how_to_plan, refusal
 from megatron_csbp.migrate.edits import Migration
 from megatron_csbp.migrate.job_script import migrate_script
 from megatron_csbp.migrate.rules import MASK_TOKEN_PLACEHOLDER, FlagRules, Wanted
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.ranks is not None and not obstacles:
         obstacles += _checked(migration, args.ranks, notes)
     if not obstacles:
-        notes.append(_plan(migration, args.ranks))
+        notes.append(how_to_plan(migration.flags, migration.unknown, args.ranks))
     print("\n".join(report(migration, obstacles, notes)))
     return 1 if obstacles else 0
 
@@ -78,18 +77,6 @@ def _checked(migration: Migration, ranks: int, notes: list[str]) -> list[str]:
         f"{left_out if migration.unknown else ''}"
     )
     return [] if why is None else [f"at its start: {why}"]
-
-
-def _plan(migration: Migration, ranks: int | None) -> str:
-    """Say which command plans the changed job."""
-    gpus = f"--gpus {'N' if ranks is None else ranks}"
-    if migration.flags[:1] == ["--yaml-cfg"]:
-        return f"plan the changed file's memory, bytes and time: python -m megatron_csbp.dry_run FILE {gpus}"
-    job = shlex.join(with_stand_ins(migration.flags))
-    return (
-        f"plan its memory, bytes and time, here with a vocabulary of {VOCABULARY:,d}: "
-        f"python -m megatron_csbp.dry_run {job} {gpus}"
-    )
 
 
 def _flags() -> argparse.ArgumentParser:

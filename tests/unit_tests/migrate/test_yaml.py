@@ -9,7 +9,6 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_csbp.arguments import add_arguments
 from megatron_csbp.configuration.config_file import set_defaults_from_yaml
-from megatron_csbp.migrate.check import with_stand_ins
 from megatron_csbp.migrate.edits import Migration
 from megatron_csbp.migrate.rules import FlagRules, Wanted
 from megatron_csbp.migrate.yaml_file import looks_like_yaml, migrate_yaml
@@ -92,10 +91,3 @@ def test_yaml_is_known_by_its_name_or_its_first_line() -> None:
     assert looks_like_yaml("settings", "# words\nnum_layers: 2\n")
     assert not looks_like_yaml("job.sh", "#!/bin/bash\nexport A=1\n")
     assert not looks_like_yaml("flags", "--num-layers 2\n")
-
-
-def test_the_check_does_without_the_files_of_the_job() -> None:
-    words = ["--num-layers", "2", "--data-path", "1", "a", "2", "b", "--bf16", "--save", "x", "--lr", "1"]
-    flags = with_stand_ins(words)
-    assert flags[:5] == ["--num-layers", "2", "--bf16", "--lr", "1"]
-    assert flags[5:7] == ["--mock-data", "--tokenizer-type"]
