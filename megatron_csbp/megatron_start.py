@@ -70,7 +70,7 @@ def declared_mask_id() -> int | None:
 
 
 def vocab_size() -> int:
-    """The ids that Megatron's tokenizer has; some do not count the end of a document, which comes last."""
+    """Return how many ids Megatron's tokenizer has; some do not count the end of a document, which comes last."""
     from megatron.training.global_vars import get_tokenizer
 
     size: int = get_tokenizer().vocab_size

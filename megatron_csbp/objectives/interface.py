@@ -155,7 +155,8 @@ class Objective(ABC):
         """Corrupt the views of one sample and say what each local row predicts.
 
         Whether a row is masked is kept as a boolean and never read back from the tokens: a data token equal to the
-        mask id is an ordinary token. In evaluation (`SampleNoise.is_evaluation`) the weights are those of `nelbo`.
+        mask id is an ordinary token. In evaluation (`SampleNoise.is_evaluation`) the weights may be others than in
+        training, for `nelbo`.
 
         Args:
             clean: the data under the local rows.

@@ -16,7 +16,7 @@ from tests.support.shell import run_commands
 
 pytestmark = pytest.mark.slow
 
-# Five times what the steps take on two cores that do nothing else.
+# All steps together take 160 s on two cores that do little else.
 MOST_SECONDS = {"train_tokenizer": 30, "prepare": 30, "$TRAIN": 200, "generate": 60, "evaluate": 100}
 # Each command is printed before it runs, with the seconds since the start.
 ANNOUNCED = "trap 'echo \"@ $SECONDS $BASH_COMMAND\"' DEBUG\n"

@@ -93,8 +93,10 @@ def test_the_first_token_of_a_document_is_never_scored_and_padding_neither() -> 
     assert scored == [position for start, stop in documents for position in range(start + 1, stop)]
 
 
+@pytest.mark.parametrize("split", [0, 1], ids=["training", "evaluation"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_place_the_same_rows_as_one_rank(size: int) -> None:
+def test_ranks_place_the_same_rows_as_one_rank(size: int, split: int) -> None:
+    noises = [SampleNoise(7, split, 3, view=view) for view in range(2)]
     sharding = Sharding(size, Scheme.CONTEXT_SHARDED_BLOCK_PARALLEL)
     length = 2 * size * BLOCK * (LENGTH // (2 * size * BLOCK))
     sample = Sample(length, BLOCK, 2)
@@ -103,13 +105,13 @@ def test_ranks_place_the_same_rows_as_one_rank(size: int) -> None:
     wanted = {
         (copy, position): (token, target, weight)
         for copy, position, token, target, weight in zip(
-            one.copies, one.sample_positions, *columns(place(one, supervised)), strict=True
+            one.copies, one.sample_positions, *columns(place(one, supervised, noises)), strict=True
         )
     }
     got = {}
     for rank in range(size):
         rows = RankRows(sample, sharding, rank)
-        columns_of_rank = columns(place(rows, supervised))
+        columns_of_rank = columns(place(rows, supervised, noises))
         for copy, position, *values in zip(rows.copies, rows.sample_positions, *columns_of_rank, strict=True):
             got[copy, position] = tuple(values)
     assert got == wanted
