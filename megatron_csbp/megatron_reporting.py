@@ -115,12 +115,18 @@ def global_batch_size() -> int:
     return size
 
 
-def logged_training_seconds() -> float:
-    """Seconds of this run spent in training iterations up to Megatron's last log line; waits for no device."""
+def logged_training_seconds(is_first_line: bool) -> float:
+    """Seconds of this run spent in training iterations up to Megatron's last log line; waits for no device.
+
+    Args:
+        is_first_line: Whether that line was Megatron's first, which does not set its timer back.
+    """
     from megatron.training.global_vars import get_timers
 
-    seconds: float = get_timers()("interval-time").active_time()
-    return seconds
+    timer = get_timers()("interval-time")
+    seconds: float = timer.active_time()
+    # An evaluation or a checkpoint after the line has stopped the timer, which then counts what came in between.
+    return seconds if is_first_line else seconds - float(timer._elapsed)
 
 
 def log_timer(name: str, seconds: float, iterations: int, iteration: int, args: Namespace) -> None:

@@ -263,7 +263,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("megatron.training.global_vars.get_tensorboard_writer", "", "reports"),
     ("megatron.training.global_vars.get_wandb_writer", "", "reports"),
     ("megatron.core.timers.Timer.set_elapsed", "value", "--csbp-timing"),
-    ("megatron.core.timers.Timer.active_time", "", "--csbp-timing"),
+    ("megatron.core.timers.Timer.active_time", "", "the line of progress"),
 )
 
 REQUIRED_SYMBOLS: list[RequiredSymbol] = [

@@ -85,7 +85,8 @@ class ProgressReport:
             return
         assert self._last_iteration is not None
         self._is_due = False
-        seconds = megatron_reporting.logged_training_seconds()
+        is_first_line = self._seconds == 0.0 and self._iterations == 1
+        seconds = megatron_reporting.logged_training_seconds(is_first_line)
         # Rows with loss differ little between ranks: this one stands for all that compute a loss.
         rows = self._loss_rows * args.data_parallel_size * args.context_parallel_size
         flops = self._samples * self._flops.per_sequence()[0] + rows * self._flops.per_loss_row()

@@ -3,7 +3,10 @@ from argparse import Namespace
 
 import pytest
 import torch
+from megatron.core import timers
+from megatron.training import global_vars
 
+from megatron_csbp.megatron_reporting import logged_training_seconds
 from megatron_csbp.reporting.progress_report import Interval, line, peak_flops, scalars
 
 ARGS = Namespace(clean_seq_length=1024, consumed_train_samples=2000, train_iters=1000, world_size=4)
@@ -43,3 +46,27 @@ def test_peaks_are_of_known_devices_in_half_precision(
     name: str | None, dtype: torch.dtype, tera: float | None
 ) -> None:
     assert peak_flops(name, dtype) == (None if tera is None else tera * 1e12)
+
+
+def test_time_between_megatrons_line_and_an_evaluation_belongs_to_the_next_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in Megatron's own line; holds by name the attribute of its timer that tells the two apart."""
+    now, timer = [0.0], timers.Timer("interval-time")
+    monkeypatch.setattr(timers.time, "time", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(global_vars, "_GLOBAL_TIMERS", lambda name: {"interval-time": timer}[name])
+    timer.start()
+    now[0] = 10.0
+    assert timer.elapsed(reset=False) == logged_training_seconds(is_first_line=True) == 10.0
+    now[0] = 13.0
+    assert timer.elapsed(reset=True) == logged_training_seconds(is_first_line=False) == 13.0
+    now[0] = 15.0
+    timer.stop()
+    now[0] = 115.0  # an evaluation
+    assert logged_training_seconds(is_first_line=False) == 13.0
+    timer.start()
+    assert logged_training_seconds(is_first_line=False) == 13.0
+    now[0] = 120.0
+    assert timer.elapsed(reset=True) == 7.0
+    assert logged_training_seconds(is_first_line=False) == 20.0
