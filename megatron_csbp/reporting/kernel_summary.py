@@ -9,6 +9,7 @@ from megatron_csbp.arguments import masks
 from megatron_csbp.configuration.performance_arguments import local_key_value_heads
 from megatron_csbp.reporting.attention_model import Heads, tile_costs
 from megatron_csbp.transformer.geometry.layer_plans import LayerPlans
+from megatron_csbp.transformer.geometry.rows import RankRows
 from megatron_csbp.transformer.kernels import AttentionKernel, HeadShape
 from megatron_csbp.transformer.kernels.operators import ALL_FLASH, operator_names, takes_flash_for_everything
 from megatron_csbp.transformer.kernels.selection import choose_backend
@@ -19,6 +20,11 @@ def head_shape(args: Namespace) -> HeadShape:
     """Return the attention heads of a tensor-parallel rank."""
     query, key = args.num_attention_heads // args.tensor_model_parallel_size, local_key_value_heads(args)
     return HeadShape(query, key, args.kv_channels)
+
+
+def static_chunk_rows(args: Namespace, rows: RankRows) -> int | None:
+    """Return C, by which a backend is chosen, as layers will know it: None where samples differ, as packed ones do."""
+    return None if args.pack_documents else rows.static_chunk_length
 
 
 def attention_kernel_lines(
@@ -34,11 +40,12 @@ def attention_kernel_lines(
     """
     heads = head_shape(args)
     given = args.csbp_attention_backend
-    chosen = choose_backend(given, device, args.attention_backend.name, plans.rows.static_chunk_length)
+    chosen = choose_backend(given, device, args.attention_backend.name, static_chunk_rows(args, plans.rows))
     merge = "one Triton kernel" if has_fused_merge(device.type) else "PyTorch's elementwise operators"
     lines = [
         f"  attention backend: {kernel.name} (--csbp-attention-backend {given}; {chosen.reason}); merge by {merge}"
     ]
+    which = ", for a sample of one document" if args.pack_documents else ""
     for mask in masks(args):
         plan = plans.plan(mask)
         names = operator_names(kernel, plan, heads, args.params_dtype, device)
@@ -56,7 +63,7 @@ def attention_kernel_lines(
         forward, backward = sum(c.forward.launches for c in costs), sum(c.backward.launches for c in costs)
         lines.append(
             f"    tiles{window}: {shown}; {len(plan.tiles)} of them, some {forward} launches forward and {backward} "
-            "backward in a layer (modelled, tile by tile)"
+            f"backward in a layer (modelled, tile by tile{which})"
         )
         if device.type == "cuda" and takes_flash_for_everything(names, torch.__version__):
             lines.append(f"    note: {ALL_FLASH}")

@@ -5,8 +5,8 @@ from argparse import Namespace
 
 import numpy as np
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
-from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_csbp.data.datasets import training_blend
 from megatron_csbp.data.indexed_files import IndexedFiles, open_indexed_files
 from megatron_csbp.data.packing import fill_of, pack_epoch
 
@@ -21,9 +21,7 @@ def packing_lines(args: Namespace) -> list[str]:
     Args:
         args: Megatron's validated arguments, with `clean_seq_length`.
     """
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    of_training = blend if blend is not None else blend_per_split[0] if blend_per_split else None
-    prefixes = [] if of_training is None else list(dict.fromkeys(of_training[0]))
+    prefixes = dict.fromkeys(training_blend(args)[0])
     files = [open_indexed_files(prefix, "--data-path") for prefix in prefixes if not is_object_storage_path(prefix)]
     lines = [f"  packing: {_fill(of, args)}{_learnt(of, args)}" for of in files[:_DATASETS]]
     return lines + [f"    ... and {len(files) - _DATASETS} more datasets"] * (len(files) > _DATASETS)

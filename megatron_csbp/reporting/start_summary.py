@@ -17,7 +17,7 @@ from megatron_csbp.configuration.performance_arguments import (
     recomputes_layer,
 )
 from megatron_csbp.cpu_runtime import RuntimeInfo
-from megatron_csbp.reporting.kernel_summary import attention_kernel_lines, head_shape
+from megatron_csbp.reporting.kernel_summary import attention_kernel_lines, head_shape, static_chunk_rows
 from megatron_csbp.reporting.mask_token import mask_token_lines
 from megatron_csbp.reporting.model_flops import ModelFlops
 from megatron_csbp.reporting.packing_report import packing_lines
@@ -128,7 +128,7 @@ def _tested_kernel(args: Namespace, runtime: RuntimeInfo, rows: RankRows) -> Att
         args.params_dtype,
         head_shape(args),
         args.attention_backend.name,
-        rows.static_chunk_length,
+        static_chunk_rows(args, rows),
     )
 
 

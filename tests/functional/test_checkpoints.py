@@ -91,13 +91,13 @@ def test_resumes_bit_for_bit(
 @pytest.mark.parametrize(
     "kind, topology, world_size",
     [
-        pytest.param("fp32", [], 1, id="one rank"),
+        pytest.param("fp32", [], 1, id="one rank", marks=pytest.mark.slow),
         pytest.param("fp32", CSBP4, 4, id="csbp4", marks=pytest.mark.slow),
-        pytest.param("fp32", CSBP2, 4, id="dp2 x csbp2"),
+        pytest.param("fp32", CSBP2, 4, id="dp2 x csbp2", marks=pytest.mark.slow),
         pytest.param("fp32", [*TP2, *CSBP2], 4, id="tp2 x csbp2"),
         pytest.param("fp32", [*PP2, "--bp-size", "2"], 4, id="pp2 x pure bp2", marks=pytest.mark.slow),
         pytest.param("fp32, sharded optimizer", [], 1, id="one rank, sharded optimizer"),
-        pytest.param("fp32, sharded optimizer", TP2, 2, id="tp2, sharded optimizer"),
+        pytest.param("fp32, sharded optimizer", TP2, 2, id="tp2, sharded optimizer", marks=pytest.mark.slow),
         pytest.param("fp32, sharded optimizer", CSBP2, 4, id="dp2 x csbp2, sharded optimizer"),
         *(
             pytest.param(

@@ -56,15 +56,17 @@ MODELS = {"dense": DEEP, "experts": MOE}
     "model, flags, world_size",
     [
         pytest.param("dense", [], 2, id="dp2", marks=pytest.mark.slow),
-        pytest.param("dense", ["--num-workers", "2"], 2, id="data workers"),
+        pytest.param("dense", ["--num-workers", "2"], 2, id="data workers", marks=pytest.mark.slow),
         pytest.param("dense", ["--micro-batch-size", "4"], 1, id="one micro-batch", marks=pytest.mark.slow),
-        pytest.param("dense", SHARDED_OPTIMIZER, 2, id="dp2, sharded optimizer, overlap"),
+        pytest.param("dense", SHARDED_OPTIMIZER, 2, id="dp2, sharded optimizer, overlap", marks=pytest.mark.slow),
         pytest.param("dense", TP2, 2, id="tp2", marks=pytest.mark.slow),
         pytest.param("dense", [*TP2, *SEQUENCE_PARALLEL], 2, id="tp2, sequence parallel", marks=pytest.mark.slow),
         pytest.param("dense", [*TP2, *SEQUENCE_PARALLEL, *FULL_RECOMPUTE], 2, id="tp2, sequence parallel, recompute"),
         pytest.param("dense", PP2, 2, id="pp2", marks=pytest.mark.slow),
         pytest.param("dense", [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"], 2, id="interleaved pp2"),
-        pytest.param("dense", words("--recompute-granularity selective"), 1, id="selective recompute"),
+        pytest.param(
+            "dense", words("--recompute-granularity selective"), 1, id="selective recompute", marks=pytest.mark.slow
+        ),
         pytest.param("experts", words("--expert-model-parallel-size 2"), 2, id="ep2", marks=pytest.mark.slow),
         pytest.param(
             "experts", [*words("--expert-model-parallel-size 2"), *SHARDED_OPTIMIZER], 2, id="ep2, sharded optimizer"

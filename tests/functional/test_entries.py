@@ -35,7 +35,9 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "pp2" else []) for name in PLAIN]
+)
 def test_without_our_flags_both_entries_are_plain_megatron(name: str, ranks: Ranks) -> None:
     """Every loss, gradient norm and evaluation, to the last bit."""
     flags, world_size = PLAIN[name]

@@ -8,16 +8,46 @@ import functools
 import importlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_csbp.reporting.instruments import Instruments
+from megatron_csbp.tools.dry_run.packed import PackedSample, PackedSamples
 from megatron_csbp.tools.memory_meter import SavedActivations
+from megatron_csbp.transformer.geometry.layer_plans import LayerPlans
+from megatron_csbp.transformer.geometry.sample import Sample
+from tests.support.megatron_run import read_records
 
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm")
 """Matrix products of linear layers, as PyTorch's counter names them; attention is a kernel of its own."""
+
+
+SAVED_TOLERANCE = 0.05
+
+
+def check_measured(folder: Path, size: int) -> None:
+    """Compare what each rank has measured with what the planner says of it.
+
+    Args:
+        folder: of the ledger, `bytes.jsonl`, and of the measurements.
+        size: number of ranks.
+    """
+    for rank in range(size):
+        measured = json.loads((folder / f"measured{rank}.json").read_text())
+        planned = measured["planned"]
+        for part in ("weights", "gradients", "optimizer"):
+            assert planned[part] == pytest.approx(measured[part], rel=0.01), part  # buffers are padded to whole rows
+        lines = read_records(folder / f"bytes.rank{rank}.jsonl")
+        assert planned["moved"] == sum(line["remote_bytes"] for line in lines if line["phase"] == "train")
+        for layer, saved in measured["saved"].items():
+            if layer not in planned["delta_nets"]:  # PyTorch's own kernel on a CPU keeps more than fla's
+                assert planned["saved"][layer] == pytest.approx(saved, rel=SAVED_TOLERANCE), layer
+                assert planned["products"][layer] == measured["products"][layer], layer
 
 
 def measure() -> None:
@@ -26,7 +56,13 @@ def measure() -> None:
     from megatron.training import training
 
     measured: dict[str, Any] = {"saved": {}, "products": {}}
-    forward, train_step = TransformerLayer.forward, training.train_step
+    samples: list[Sample] = []
+    forward, train_step, before = TransformerLayer.forward, training.train_step, Instruments.before_micro_batch
+
+    @functools.wraps(before)
+    def see(instruments: Any, model: Any, args: Any, plans: LayerPlans) -> None:
+        samples.append(plans.rows.sample)
+        before(instruments, model, args, plans)
 
     @functools.wraps(forward)
     def count(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,11 +82,12 @@ def measure() -> None:
         result = train_step(forward_step, data, model, optimizer, *rest, **options)
         if "weights" not in measured:
             measured.update(_states(model, optimizer))
-            measured["planned"] = _planned()
+            measured["planned"] = _planned(samples[0])
             ledger = Path(importlib.import_module("megatron.training").get_args().csbp_ledger)
             ledger.with_name(f"measured{os.environ['RANK']}.json").write_text(json.dumps(measured))
         return result
 
+    Instruments.before_micro_batch = see  # type: ignore[method-assign]
     TransformerLayer.forward = count
     training.train_step = step
 
@@ -80,7 +117,8 @@ def _states(models: list[nn.Module], optimizer: Any) -> dict[str, int]:
     }
 
 
-def _planned() -> dict[str, Any]:
+def _planned(sample: Sample) -> dict[str, Any]:
+    """Return what is planned of this rank; of packed documents, for the sample that the rank has seen."""
     from megatron.core import parallel_state
     from megatron.training import get_args
 
@@ -91,6 +129,9 @@ def _planned() -> dict[str, Any]:
 
     args = get_args()
     job = job_from_args(args, training_setup.model_config_from_args(args).transformer, [])
+    rank = parallel_state.get_context_parallel_rank()
+    seen = PackedSample(sample, job.loss_rows, job.most_loss_rows)
+    job = replace(job, rank=rank, packed=None if job.packed is None else PackedSamples(1, seen, seen))
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers, products = {}, {}
     moved = 0

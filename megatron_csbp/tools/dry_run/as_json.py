@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megatron_csbp.tools.dry_run.packed import PackedSamples
 from megatron_csbp.tools.dry_run.plan import Plan
 from megatron_csbp.tools.dry_run.step_time import ASSUMPTIONS, StepTime
 from megatron_csbp.tools.dry_run.sweep import Candidate
@@ -25,6 +26,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "published": None if known is None else {"name": known[0], "parameters": known[1].parameters},
         "tokens": job.length,
         "rows": job.rows,
+        "packed_samples": None if job.packed is None else _packed_json(job.packed),
         "tokens_of_an_iteration": job.length * job.global_batch,
         "micro_batches": job.micro_batches,
         "memory": [
@@ -47,6 +49,21 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         },
         "operations_of_a_sample": asdict(plan.operations) | {"total": plan.operations.total},
         "time": _time_json(plan.time),
+    }
+
+
+def _packed_json(packed: PackedSamples) -> dict[str, Any]:
+    return {
+        "number": packed.number,
+        **{
+            name: {
+                "documents": len(sample.sample.documents),
+                "active_blocks": sample.active,
+                "rows": sample.rows,
+                "loss_rows": sample.loss_rows,
+            }
+            for name, sample in (("median", packed.median), ("fullest", packed.fullest))
+        },
     }
 
 

@@ -82,6 +82,10 @@ def run(argv: Sequence[str], runtime: Any) -> int:
         document["sweep"] = as_json.sweep_json(candidates)
         lines += text.sweep_lines(candidates)
     if options.tiles:
+        if checked.job.packed is not None:
+            raise ValueError(
+                "--tiles has the tiles of samples of one document, not of --pack-documents; plan without --tiles."
+            )
         lines += tile_lines(checked.job)
     if options.json is None or str(options.json) != "-":
         print("\n".join(lines))

@@ -4,16 +4,16 @@
 from argparse import Namespace
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from megatron_csbp import arguments, megatron_delta_net, megatron_model
 from megatron_csbp.configuration.changes import Change
 from megatron_csbp.configuration.objective_flags import objective_from_args
 from megatron_csbp.configuration.performance_arguments import GRAD_REDUCE_ITEMSIZES
-from megatron_csbp.objectives.noise_schedules import noise_times
 from megatron_csbp.tools.dry_run.job import Job
+from megatron_csbp.tools.dry_run.loss_rows import loss_rows
 from megatron_csbp.tools.dry_run.network import Experts, Layer, LayerKind, Network
+from megatron_csbp.tools.dry_run.packed_data import read_packed_samples
 from megatron_csbp.tools.dry_run.topology import Layers, Precision, Recompute, Topology
 from megatron_csbp.transformer.delta_net.traffic import DeltaNetSizes
 from megatron_csbp.transformer.geometry.scheme import BlockAssignment, Scheme
@@ -21,7 +21,6 @@ from megatron_csbp.transformer.geometry.visibility import CleanAttention, Window
 
 _MOMENTS = {"adam": 2, "sgd": 1}
 """Moments that an optimizer keeps of each parameter."""
-_GRID = 4096
 
 
 def job_from_args(args: Namespace, config: object, changes: Sequence[Change]) -> Job:
@@ -37,7 +36,8 @@ def job_from_args(args: Namespace, config: object, changes: Sequence[Change]) ->
     """
     _refuse_what_has_no_model(args)
     network = network_from_args(args)
-    expected, most = _loss_rows(args)
+    packed = read_packed_samples(args) if args.pack_documents else None
+    expected, most = loss_rows(args, args.clean_seq_length)
     return Job(
         network=network,
         topology=_topology(args),
@@ -49,8 +49,9 @@ def job_from_args(args: Namespace, config: object, changes: Sequence[Change]) ->
         micro_batch=args.micro_batch_size,
         global_batch=args.global_batch_size,
         iterations=args.train_iters or 0,
-        loss_rows=expected,
-        most_loss_rows=most,
+        loss_rows=expected if packed is None else packed.median.loss_rows,
+        most_loss_rows=most if packed is None else packed.median.most_loss_rows,
+        packed=packed,
         excludes_mask=objective_from_args(args).excludes_mask_logit,
         recompute=_recompute(args),
         precision=_precision(args),
@@ -78,7 +79,6 @@ def _refuse_what_has_no_model(args: Namespace) -> None:
         ("--cpu-offloading-num-layers", args.cpu_offloading_num_layers),
         ("--fine-grained-activation-offloading", args.fine_grained_activation_offloading),
         ("--fp8-format", args.fp8),
-        ("--pack-documents", args.pack_documents),
     ):
         if is_on:
             raise ValueError(
@@ -176,18 +176,6 @@ def _stages(args: Namespace, config: object) -> tuple[tuple[tuple[int, ...], ...
         )
         for stage in range(args.pipeline_model_parallel_size)
     )
-
-
-def _loss_rows(args: Namespace) -> tuple[int, int]:
-    """Return the rows of a sample that carry loss on average over the noise, and at most."""
-    objective = objective_from_args(args)
-    times = noise_times((np.arange(_GRID) + 0.5) / _GRID, args.noise_eps)
-    chance = float(objective.schedule.move_chance(times).mean())
-    corrupted = args.corrupted_views * args.clean_seq_length
-    clean = args.clean_seq_length * objective.loss_on_clean_rows
-    # Two views that complement each other mask every token once.
-    most = corrupted // 2 if objective.name == "fast-dllm-v2" else corrupted
-    return round(corrupted * chance) + clean, most + clean
 
 
 def _recompute(args: Namespace) -> Recompute:

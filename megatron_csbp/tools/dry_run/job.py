@@ -6,11 +6,12 @@ Letters: P ranks of the context group, L clean tokens, M block size, V corrupted
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from megatron_csbp.configuration.performance_arguments import default_chunk_rows
 from megatron_csbp.tools.dry_run.network import Layer, Network, Parameters
+from megatron_csbp.tools.dry_run.packed import PackedSamples, busiest_rank
 from megatron_csbp.tools.dry_run.topology import Layers, Precision, Recompute, Topology
 from megatron_csbp.transformer.geometry.layer_plans import layer_plans
 from megatron_csbp.transformer.geometry.plan import AttentionPlan
@@ -55,6 +56,8 @@ class Job:
         dropout: whether hidden states have dropout.
         state_bytes: bound on the states of a gated delta net that are alive at a time.
         delta_net_kernel: which kernels gated delta nets run on.
+        packed: samples that stand for those of packed documents; None: one document, with every block active.
+        rank: the rank of the context group that is planned; None: the busiest.
     """
 
     network: Network
@@ -83,11 +86,23 @@ class Job:
     dropout: bool = False
     state_bytes: int = 256 * 2**20
     delta_net_kernel: Literal["fla", "torch"] = "fla"
+    packed: PackedSamples | None = None
+    rank: int | None = None
 
-    @cached_property
+    @property
     def sample(self) -> Sample:
-        """Geometry of a sample."""
-        return Sample(self.length, self.block_size, self.views)
+        """Geometry of a sample: of packed documents, the median one."""
+        if self.packed is not None:
+            return self.packed.median.sample
+        return _one_document(self.length, self.block_size, self.views)
+
+    def of_fullest_sample(self) -> "Job":
+        """Return the job with the sample that needs most memory in place of the median one."""
+        if self.packed is None:
+            return self
+        fullest = self.packed.fullest
+        packed = replace(self.packed, median=fullest)
+        return replace(self, packed=packed, loss_rows=fullest.loss_rows, most_loss_rows=fullest.most_loss_rows)
 
     @cached_property
     def sharding(self) -> Sharding:
@@ -97,9 +112,19 @@ class Job:
         return Sharding(top.context, top.scheme, top.assignment, keeps_blocks_home=keeps_home)
 
     @cached_property
+    def planned_rank(self) -> int:
+        """The rank of the context group that the plan is of, the busiest: of one document the last, or all alike."""
+        if self.rank is not None:
+            return self.rank
+        if self.packed is None:
+            return self.topology.context - 1
+        attending = next((layer for layer in self.network.layers if layer.attends), None)
+        return busiest_rank(self.sample, self.sharding, None if attending is None else self.mask(attending))
+
+    @cached_property
     def rank_rows(self) -> RankRows:
-        """Rows of the last rank of the context group, whose attention is the busiest or as busy as all."""
-        return layer_plans(self.sample, self.sharding, self.topology.context - 1).rows
+        """Rows of the rank that is planned."""
+        return layer_plans(self.sample, self.sharding, self.planned_rank).rows
 
     @property
     def rows(self) -> int:
@@ -125,8 +150,8 @@ class Job:
         return self.drops_clean_rows and layer.number == len(self.network.layers)
 
     def plan(self, layer: Layer, rank: int | None = None) -> AttentionPlan:
-        """Return the attention plan of a layer, of the last rank by default."""
-        rank = self.topology.context - 1 if rank is None else rank
+        """Return the attention plan of a layer, of the rank that is planned by default."""
+        rank = self.planned_rank if rank is None else rank
         plans = layer_plans(self.sample, self.sharding, rank)
         return plans.plan(self.mask(layer), clean_queries=not self.drops_in(layer))
 
@@ -210,3 +235,8 @@ class Job:
     def with_scheme(self, scheme: Scheme) -> "Job":
         """Return the same job under another scheme, with defaults chosen anew."""
         return replace(self, topology=replace(self.topology, scheme=scheme))
+
+
+@lru_cache(maxsize=16)
+def _one_document(length: int, block_size: int, views: int) -> Sample:
+    return Sample(length, block_size, views)

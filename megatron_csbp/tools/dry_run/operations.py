@@ -96,10 +96,8 @@ def layer_weights(job: Job, layer: Layer) -> int:
 def useful_operations(job: Job) -> Operations:
     """Return the useful operations of one sample."""
     network = job.network
-    rows = job.length * (1 + job.views)
-    attended = sum(
-        _pairs(job.length, job.block_size, job.views, job.mask(layer)) for layer in network.layers if layer.attends
-    )
+    rows = rank_rows(job.sample, Sharding(), 0).num_rows
+    attended = sum(_pairs(job.sample, job.mask(layer)) for layer in network.layers if layer.attends)
     return Operations(
         linear=6 * rows * sum(layer_weights(job, layer) for layer in network.layers),
         attention=12 * network.query_heads * network.head_dim * attended,
@@ -118,6 +116,6 @@ def _states(job: Job) -> int:
 
 
 @lru_cache(maxsize=16)
-def _pairs(length: int, block_size: int, views: int, mask: Mask) -> int:
+def _pairs(sample: Sample, mask: Mask) -> int:
     """Return the pairs that a mask allows in a sample: the same for all layers of a kind."""
-    return allowed_pairs(Sample(length, block_size, views), mask)
+    return allowed_pairs(sample, mask)

@@ -83,7 +83,7 @@ def make_plan(job: Job, cluster: Cluster) -> Plan:
     return Plan(
         job=job,
         cluster=cluster,
-        memories=tuple(rank_memories(job, gpu)),
+        memories=tuple(rank_memories(job.of_fullest_sample(), gpu)),
         layers={name: layer_traffic(job, layer, recomputed) for name, (layer, recomputed) in kinds.items()},
         traffic=tuple(stage_traffic(job, stage) for stage in job.stage_kinds().values()),
         operations=useful_operations(job),

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from megatron_csbp.tools.dry_run.job import Job
 from megatron_csbp.tools.dry_run.plan import Plan
 from megatron_csbp.tools.dry_run.step_time import ASSUMPTIONS
 from megatron_csbp.tools.dry_run.sweep import Candidate
@@ -48,10 +49,22 @@ def _head_lines(plan: Plan, not_checked: Sequence[str], built: bool) -> list[str
         f"  parameters: {job.network.parameters:,} ({published}){active}"
         + ("; a rank of each kind was built on meta tensors" if built else ""),
         f"  sample: {job.length:,} clean tokens and {views}, blocks of {job.block_size}; {job.rows:,} rows on a rank",
+        *_packed_lines(job),
         f"  iteration: {job.global_batch} samples = {job.global_batch * job.length:,} clean tokens; "
         f"{job.micro_batches} micro-batch(es) of {job.micro_batch} on a rank",
     ]
     return lines
+
+
+def _packed_lines(job: Job) -> list[str]:
+    if job.packed is None:
+        return []
+    packed = job.packed
+    return [
+        f"  packed documents, of {packed.number} samples of the data:",
+        f"    the median one for time, bytes and operations: {packed.median.in_words()}",
+        f"    the one with most rows for memory: {packed.fullest.in_words()}",
+    ]
 
 
 def _memory_lines(plan: Plan) -> list[str]:

@@ -5,12 +5,13 @@ from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
 from megatron_csbp.reporting.attention_model import Heads, tile_costs
-from megatron_csbp.reporting.kernel_summary import attention_kernel_lines, head_shape
+from megatron_csbp.reporting.kernel_summary import attention_kernel_lines, head_shape, static_chunk_rows
 from megatron_csbp.transformer.geometry.layer_plans import LayerPlans, layer_plans
 from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import Scheme, Sharding
@@ -63,6 +64,18 @@ def test_on_a_cpu_the_lines_name_backend_reason_merge_and_operators(plans: Layer
     (tiles,) = rest
     for kind in ("local full", "local causal", "gathered full"):
         assert f"{kind}: flash on the CPU" in tiles
+
+
+def test_packed_samples_have_no_chunk_length_to_choose_a_backend_by(plans: LayerPlans) -> None:
+    """A layer of them knows none either, so that the kernel which is tested and named is the one that runs."""
+    assert static_chunk_rows(arguments(), plans.rows) == LENGTH // 4
+    packed = arguments("--pack-documents --data-path documents")
+    assert static_chunk_rows(packed, plans.rows) is None
+    own = layer_plans(Sample(LENGTH, 32, documents=np.array([[0, 64], [64, LENGTH]])), plans.rows.sharding, 0)
+    assert own.rows.static_chunk_length is None
+    assert "tile by tile, for a sample of one document" in "".join(
+        attention_kernel_lines(packed, TorchCpuKernel(), plans, CPU)
+    )
 
 
 def test_tiles_and_launches_are_those_of_the_model_at_the_runs_head_groups(plans: LayerPlans) -> None:
