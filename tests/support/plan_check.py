@@ -4,7 +4,7 @@
 Shapes: S local rows, R rows of the gather buffer, W whole rows (see `written_out_mask`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -66,12 +66,12 @@ def whole_rows(rows: RankRows) -> IntArray:
     return view * rows.sample.length + rows.sample_positions
 
 
-def arrives(transfers: Sequence[Transfer], rows: Sequence[IntArray], rank: int) -> IntArray:
+def arrives(transfers: Mapping[int, Transfer], rows: Mapping[int, IntArray], rank: int) -> IntArray:
     """Return which whole row each row of a rank's gather buffer is after the collective, int64 [R]; -1 is padding.
 
     Args:
-        transfers: of all ranks.
-        rows: whole rows of each rank.
+        transfers: of all ranks, by rank; of an exchange of ranges, the receiver's own and its senders' are enough.
+        rows: whole rows of each of them.
         rank: the rank that receives.
     """
     mine = transfers[rank]
@@ -80,12 +80,15 @@ def arrives(transfers: Sequence[Transfer], rows: Sequence[IntArray], rank: int) 
     if mine.lowering is Lowering.ALL_GATHER:
         buffer = []
         for part in range(len(mine.parts)):
-            for transfer, local in zip(transfers, rows, strict=True):
+            for sender, transfer in sorted(transfers.items()):
+                local = rows[sender]
                 first, length = transfer.parts[part]
                 buffer += [local[first : first + length], np.full(transfer.part_length - length, -1)]
         return np.concatenate(buffer)
     arrived = []
-    for sender, (transfer, local) in enumerate(zip(transfers, rows, strict=True)):
+    assert {sender for sender, count in enumerate(mine.receive_counts) if count} <= transfers.keys()
+    for sender, transfer in sorted(transfers.items()):
+        local = rows[sender]
         assert transfer.send_rows is not None
         assert transfer.send_counts[rank] == mine.receive_counts[sender], "both ends count the same rows"
         first = sum(transfer.send_counts[:rank])
@@ -169,9 +172,9 @@ def computed_pairs(plan: AttentionPlan, gathered: IntArray) -> npt.NDArray[np.in
 
 def check_group(group: Group) -> None:
     """Every allowed pair is computed exactly once, by each rank that holds the row, and no other."""
-    transfers = [plan.clean for plan in group.plans]
-    rows = [whole_rows(plan.rows) for plan in group.plans]
-    assert len({transfer.lowering for transfer in transfers}) == 1, "all ranks start the same collective"
+    transfers = {rank: plan.clean for rank, plan in enumerate(group.plans)}
+    rows = {rank: whole_rows(plan.rows) for rank, plan in enumerate(group.plans)}
+    assert len({transfer.lowering for transfer in transfers.values()}) == 1, "all ranks start the same collective"
     counted = np.zeros((group.sample.num_views + 1) * group.sample.length, dtype=np.int64)
     for rank, plan in enumerate(group.plans):
         check_tiles(plan)

@@ -182,7 +182,8 @@ def test_a_gather_brings_what_the_plan_says(
     for rank, buffers in enumerate(run_ranks(case.group_size, run)):
         assert len(buffers) == len(plans[rank].transfers) == len(EXCHANGING[scheme])
         for (copies, _), (key, value) in zip(plans[rank].transfers, buffers, strict=True):
-            expected = torch.from_numpy(arrives([plan.transfer(copies) for plan in plans], everyone, rank))
+            transfers = {one: plan.transfer(copies) for one, plan in enumerate(plans)}
+            expected = torch.from_numpy(arrives(transfers, dict(enumerate(everyone)), rank))
             real = expected >= 0  # a shorter part is padded
             assert key.shape == (len(expected), 3 if not changes else case.micro_batch_size, 2, 8)
             assert torch.equal(key[real, 0, 0, 0], expected[real].double())
@@ -219,7 +220,8 @@ def test_a_reduction_adds_to_each_row_what_every_rank_has_for_it(
     case = replace(BASE, **changes)  # type: ignore[arg-type]
     plans = [case.plan(rank) for rank in range(case.group_size)]
     everyone = [numbered(plan.rows) for plan in plans]
-    arrived = [arrives([plan.clean for plan in plans], everyone, rank) for rank in range(case.group_size)]
+    transfers = {rank: plan.clean for rank, plan in enumerate(plans)}
+    arrived = [arrives(transfers, dict(enumerate(everyone)), rank) for rank in transfers]
 
     def run(member: RankOfGroup) -> list[Tensor]:
         # Rank r has 10^r for each row that it was sent, and rows hold 1 already.

@@ -54,7 +54,8 @@ def test_so_on_some_of_4096_ranks(clean_attention: CleanAttention, assignment: B
     sample, sharding = Sample(2 * 4096 * 3 * 2, 2), Sharding(4096, CSBP, assignment)
     everyone = [RankRows(sample, sharding, rank) for rank in range(4096)]
     transfers = [clean_transfer(Needs(rows, mask)) for rows in everyone]
-    gathered = arrives(transfers, [whole_rows(rows) for rows in everyone], 0)
+    whole = {rank: whole_rows(rows) for rank, rows in enumerate(everyone)}
+    gathered = arrives(dict(enumerate(transfers)), whole, 0)
     expected, pairs = allowed_pairs(sample, mask), {}
     for rank in (0, 1, 2047, 4094, 4095):
         plan = plan_attention(everyone[rank], mask)
@@ -68,6 +69,28 @@ def test_so_on_some_of_4096_ranks(clean_attention: CleanAttention, assignment: B
         # The work grows by the same step from rank to rank, so the mean of the first and the last is the mean of all.
         assert (pairs[0] + pairs[4095]) * 4096 == 2 * expected
         assert pairs[1] - pairs[0] == pairs[4095] - pairs[4094] > 0
+
+
+@pytest.mark.parametrize(
+    "mask, rank",
+    [
+        (Mask(CleanAttention.TOKEN_CAUSAL, 1), 2047),
+        (Mask(CleanAttention.TOKEN_CAUSAL, 7, WindowAnchor.BLOCK), 0),
+        (Mask(CleanAttention.BLOCK_CAUSAL, 40), 4095),
+    ],
+)
+def test_so_with_a_window_on_4096_ranks(mask: Mask, rank: int) -> None:
+    """Neither the halo of a window of several chunks, nor its senders, come from elsewhere."""
+    sample, sharding = Sample(2 * 4096 * 3 * 2, 2), Sharding(4096, CSBP)
+    mine = plan_attention(RankRows(sample, sharding, rank), mask)
+    senders = [sender for sender, count in enumerate(mine.clean.receive_counts) if count]
+    assert bool(senders) == (mask.window != 1)
+    rows = {one: RankRows(sample, sharding, one) for one in {*senders, rank}}
+    transfers = {one: clean_transfer(Needs(own, mask)) for one, own in rows.items()}
+    gathered = arrives(transfers, {one: whole_rows(own) for one, own in rows.items()}, rank)
+    check_tiles(mine)
+    places = zip(mine.rows.copies.tolist(), mine.rows.sample_positions.tolist(), strict=True)
+    assert (computed_pairs(mine, gathered) == written_out(sample, mask, places)).all()
 
 
 @given(groups(st.sampled_from([1, 2, 3, 4]), 6, 5))

@@ -123,7 +123,7 @@ def test_ranks_agree_and_what_one_sends_comes_back(group: Group) -> None:
         assert len({(transfer.lowering, transfer.part_length) for transfer in transfers}) == 1
         assert sum(t.gather_bytes(per_row) for t in transfers) == sum(t.reduce_bytes(per_row) for t in transfers)
         for rank, (plan, transfer) in enumerate(zip(group.plans, transfers, strict=True)):
-            arrived = arrives(transfers, rows, rank)
+            arrived = arrives(dict(enumerate(transfers)), dict(enumerate(rows)), rank)
             assert len(arrived) == transfer.num_rows
             if not transfer:
                 assert transfer.remote_rows == transfer.sent_rows == 0
