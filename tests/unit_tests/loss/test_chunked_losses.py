@@ -73,28 +73,34 @@ def test_hooks_of_the_weight_run_once() -> None:
 
 
 class Fused(torch.autograd.Function):
-    """As Megatron's linear layer does it: the gradient goes to `main_grad`, and a placeholder is returned."""
+    """As Megatron's linear layer does it: the gradient goes to `main_grad`.
+
+    It returns a placeholder if its data-parallel buffers have marked the weight, else nothing.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, returns_placeholder: bool) -> Tensor:
         ctx.save_for_backward(rows, weight)
+        ctx.returns_placeholder = returns_placeholder
         return rows.squeeze(1) @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor | None, None]:
         rows, weight = ctx.saved_tensors
         weight.main_grad += grad_out.t() @ rows.squeeze(1)
         weight.grad_added_to_main_grad = True
-        return (grad_out @ weight).unsqueeze(1), torch.full_like(weight, torch.nan)
+        placeholder = torch.full_like(weight, torch.nan) if ctx.returns_placeholder else None
+        return (grad_out @ weight).unsqueeze(1), placeholder, None
 
 
-def test_a_fused_gradient_is_added_by_each_chunk_and_its_placeholder_returned_once() -> None:
+@pytest.mark.parametrize("returns_placeholder", [True, False])
+def test_a_fused_gradient_is_added_by_each_chunk_and_its_placeholder_returned_once(returns_placeholder: bool) -> None:
     rows, weight, targets, upstream = tensors(torch.float32)
     expected_rows, expected = torch.autograd.grad(squares(rows, weight, targets), (rows, weight), upstream)
     weight.main_grad = torch.zeros(V, H)  # type: ignore[attr-defined]
     losses = losses_in_chunks(
         lambda rows_r1H, weight_VH, chunk: (
-            Fused.apply(rows_r1H, weight_VH).gather(1, targets[chunk, None]).squeeze(1).square()
+            Fused.apply(rows_r1H, weight_VH, returns_placeholder).gather(1, targets[chunk, None]).squeeze(1).square()
         ),
         rows,
         weight,
@@ -106,7 +112,8 @@ def test_a_fused_gradient_is_added_by_each_chunk_and_its_placeholder_returned_on
     assert rows.grad is not None
     torch.testing.assert_close(rows.grad, expected_rows)
     assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
-    assert weight.grad is not None, "Megatron's hooks need a gradient to run, whatever its value"
+    # Megatron's hooks need a gradient to run, whatever its value.
+    assert (weight.grad is not None) == returns_placeholder
 
 
 @pytest.mark.parametrize("frozen", [False, True])
