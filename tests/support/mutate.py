@@ -58,7 +58,7 @@ class Mutant:
 
 
 def places_of(path: Path) -> list[tuple[Path, int]]:
-    """Return where a module can be changed; messages, annotations and assertions are left as they are."""
+    """Return where a module can be changed; messages, annotations, assertions and Triton kernels stay."""
     return [(path, number) for number, _ in enumerate(_changeable(ast.parse(path.read_text())))]
 
 
@@ -77,6 +77,8 @@ def _changeable(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes that `_change` can change, in a fixed order."""
     if isinstance(node, ast.Assert | ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom | ast.TypeAlias):
         return
+    if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(name) for name in node.decorator_list):
+        return  # Triton reads its source from the disk
     if (
         (isinstance(node, ast.Compare) and type(node.ops[0]) in _SWAPS)
         or (isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in _SWAPS)
@@ -126,6 +128,10 @@ class _Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__file__ = str(self._mutant.path)
         exec(compile(self._mutant.tree, str(self._mutant.path), "exec"), module.__dict__)
 
+    def pytest_configure(self) -> None:
+        """Come before pytest's own importer, which takes any `*_test.py` for a module of tests."""
+        sys.meta_path.insert(0, self)
+
 
 def tests_of(path: Path) -> tuple[list[str], list[str]]:
     """Return the test files for a module: its own, and those of its folder and of the one above."""
@@ -148,7 +154,6 @@ def survives(mutant: Mutant, seconds: int) -> bool:
         with Path(os.devnull).open("w") as silence:
             os.dup2(silence.fileno(), 1)
             os.dup2(silence.fileno(), 2)
-        sys.meta_path.insert(0, _Loader(mutant))
         os._exit(_run_tests(mutant))
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -166,8 +171,11 @@ def _run_tests(mutant: Mutant) -> int:
     """Return 0 if all tests pass; those of the module itself come first, alone, since they are soon collected."""
     import pytest
 
+    loader = _Loader(mutant)
+    sys.meta_path.insert(0, loader)
     for files in tests_of(mutant.path):
-        status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *files])) if files else 0
+        options = ["-x", "-q", "-p", "no:cacheprovider"]
+        status = int(pytest.main([*options, *files], plugins=[loader])) if files else 0
         if status not in (0, 5):  # 5: no tests
             return status
     return 0
