@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_csbp.errors import reader_may_leave
 from megatron_csbp.migrate.check import how_to_plan, refusal
 from megatron_csbp.migrate.edits import Migration
 from megatron_csbp.migrate.job_script import migrate_script
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         obstacles += _checked(migration, args.ranks, notes)
     if not obstacles:
         notes.append(how_to_plan(migration.flags, migration.unknown, args.ranks))
-    print("\n".join(report(migration, obstacles, notes)))
+    with reader_may_leave():
+        print("\n".join(report(migration, obstacles, notes)))
     return 1 if obstacles else 0
 
 
