@@ -213,6 +213,7 @@ def attention_backward(
         for tile in beside_reduces[number]:
             executor.backward(tile, queries, local, grads)
         pending.wait()
+        del sent, pending  # before the next group allocates its own
         if gathers is not None:
             gathers.start_next()
     if not groups:

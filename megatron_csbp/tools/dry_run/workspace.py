@@ -68,14 +68,11 @@ def _exchange_moments(job: Job, layer: Layer, early: int, late: int) -> list[Mix
     payload = job.precision.key_gradients if job.precision.key_gradients < _FP32 else 0
     behind = kept - per_group if job.recompute.attention else ahead
     tile = _most(job, plan.gathered_tiles, groups)
-    moments = [
+    return [
         MixerMemory(kept, early),
         MixerMemory(kept + ahead + clean * _FP32, tile),
         MixerMemory(behind + elements * (_FP32 + payload), late),
     ]
-    if groups > 1:  # the gradients of the group before are still there while those of the next are summed
-        moments.append(MixerMemory(kept + ahead * (groups > 2) + 2 * clean * _FP32, tile))
-    return moments
 
 
 def _most(job: Job, tiles: tuple[Tile, ...], groups: int = 1) -> int:

@@ -49,9 +49,9 @@ class AllocatingKernel:
 @pytest.mark.parametrize(
     "scheme, context, groups, tolerance",
     [
-        (CSBP, 8, 1, 0.02),
-        (CSBP, 8, 2, 0.08),
-        (CSBP, 8, 4, 0.06),
+        (CSBP, 8, 1, 0.01),
+        (CSBP, 8, 2, 0.01),
+        (CSBP, 8, 4, 0.01),
         (CSBP, 2, 4, 0.01),
         (CP, 8, 2, 0.03),
         (CP, 8, 1, 0.11),  # of the corrupted keys, what nobody reads
