@@ -85,6 +85,7 @@ class Operators:
         assert cum_seq_q is None
         assert cum_seq_k is None
         assert {seed.dtype, offset.dtype} == {torch.uint64}
+        assert (seed.shape, offset.shape) == ((2,), ())  # as the forward pass gives them
         assert (max_q, max_k, p) == (q.shape[2], k.shape[2], 0.0)
         return self._differentiate(grad, q, k, v, out, lse, causal, scale)
 
@@ -131,6 +132,7 @@ class Operators:
         self._note("cudnn backward", causal)
         assert (bias, cum_seq_q, cum_seq_k) == (None, None, None)
         assert {seed.dtype, offset.dtype} == {torch.int64}
+        assert (seed.shape, offset.shape) == ((), ())
         assert (max_q, max_k, p, lse.dim()) == (q.shape[2], k.shape[2], 0.0, self.cudnn_lse_dims)
         return self._differentiate(grad, q, k, v, out, lse.reshape(q.shape[:3]), causal, scale)
 
