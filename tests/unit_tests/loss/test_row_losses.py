@@ -141,19 +141,37 @@ def test_chunks_have_the_loss_and_the_gradients_of_one_piece(chunk_rows: int) ->
 
 
 def test_the_mask_token_is_excluded_but_where_it_is_the_target() -> None:
-    rows, (hidden, weight) = selection(), inputs()
+    rows, (hidden, weight) = selection(), (tensor.detach() for tensor in inputs())
+    hidden[..., 0], weight[MASK_ID], weight[MASK_ID, 0] = 1.0, 0.0, 20.0  # the likeliest token of every row
     logits = (hidden.flatten(0, 1)[rows.rows_R] @ weight.t() * 1.5).double()
     excluded = rows.corrupted_R & (rows.targets_R != MASK_ID)
     assert 0 < excluded.sum() < excluded.numel()
     is_target = rows.targets_R == MASK_ID
     assert (is_target & rows.corrupted_R).any()
     assert (is_target & ~rows.corrupted_R).any()
+    assert (logits.softmax(-1)[excluded, MASK_ID] > 0.01).all()
     logits[excluded, MASK_ID] = -torch.inf
     expected = torch.nn.functional.cross_entropy(logits, rows.targets_R, reduction="none")
     for chunk_rows in (0, 7):
         got = losses(chunk_rows, OutputLayer(), rows, hidden, weight).double()
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
         assert got.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "first, column", [(MASK_ID - 5, 5), (MASK_ID, 0), (MASK_ID - 7, 7), (MASK_ID - 8, None), (MASK_ID + 1, None)]
+)
+def test_the_rank_that_has_the_mask_tokens_logit_excludes_it(
+    first: int, column: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight tokens of the vocabulary on a tensor-parallel rank, from `first` on."""
+    monkeypatch.setattr(megatron_compat, "first_vocabulary_id", lambda vocab, padded: first)
+    logits, excludes = torch.randn(3, 1, 8), torch.tensor([True, False, True])
+    found = RowLosses(MASK_ID, V)._without_token(MASK_ID, logits, excludes)
+    expected = logits.clone()
+    if column is not None:
+        expected[excludes, :, column] = -torch.inf
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("chunk_rows", [0, 4])
