@@ -29,9 +29,9 @@ class Piece:
 
     first_row: int
     length: int
-    chunk: int | None = None
-    blocks: tuple[CorruptedBlock, ...] = ()
-    segment: int = 0
+    chunk: int | None
+    blocks: tuple[CorruptedBlock, ...]
+    segment: int
 
 
 @dataclass(frozen=True)
