@@ -157,7 +157,16 @@ class WholeGroup(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("clean_attention", CleanAttention)
-@pytest.mark.parametrize("scheme, group_size", [(Scheme.SINGLE, 1), *product(DISTRIBUTED_SCHEMES, [2])])
+@pytest.mark.parametrize(
+    "scheme, group_size",
+    [
+        pytest.param(Scheme.SINGLE, 1, marks=pytest.mark.slow),
+        *(
+            pytest.param(scheme, 2, marks=pytest.mark.slow if scheme is Scheme.CONTEXT_PARALLEL else [])
+            for scheme in DISTRIBUTED_SCHEMES
+        ),
+    ],
+)
 def test_gradcheck(
     scheme: Scheme,
     group_size: int,

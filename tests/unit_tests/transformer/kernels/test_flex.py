@@ -180,6 +180,7 @@ def test_it_is_compiled_once_for_each_shape_whatever_rank_mask_and_pass(
     assert compiled == [1] * 4 + [2] * 4
 
 
+@pytest.mark.slow
 def test_more_shapes_than_pytorch_compiles_by_default_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     counter, compile_function = CompileCounter(), torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **how: compile_function(function, backend=counter, **how))
