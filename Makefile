@@ -62,7 +62,7 @@ functional: $(INSTALLED) ## Run the functional tests: whole runs of the real ent
 
 SOAKED ?= 3000
 .PHONY: soak
-soak: $(INSTALLED) ## Train SOAKED iterations on two ranks with evaluations and checkpoints: nothing may grow (half an hour)
+soak: $(INSTALLED) ## Train SOAKED iterations on two ranks with evaluations and checkpoints: nothing may grow (a quarter of an hour)
 	$(BIN)/python -m tests.support.soak --iterations $(SOAKED)
 
 .PHONY: fuzz
