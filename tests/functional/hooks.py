@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.mlp import MLP
 from megatron.training import checkpointing
 
-from megatron_csbp import arguments, forward_step, megatron_checkpoints, megatron_compat, training_setup, versions
+from megatron_csbp import arguments, forward_step, megatron_arguments, megatron_checkpoints, training_setup, versions
 from megatron_csbp.agreement import failures
 from megatron_csbp.objectives import block_diffusion, nemotron
 from megatron_csbp.objectives.interface import BoolArray, CleanRows, FloatArray
@@ -68,7 +68,7 @@ def _fail(weights_BS: Any) -> None:
 
 def hang_in_the_third_iteration() -> None:
     """Let the last rank hang, and collectives wait for 15 seconds only."""
-    parse = megatron_compat.parse_and_validate_arguments
+    parse = megatron_arguments.parse_and_validate_arguments
 
     @functools.wraps(parse)
     def impatient(*positional: Any) -> Any:
@@ -76,7 +76,7 @@ def hang_in_the_third_iteration() -> None:
         args.distributed_timeout_minutes = 0.25
         return args
 
-    megatron_compat.parse_and_validate_arguments = impatient
+    megatron_arguments.parse_and_validate_arguments = impatient
     if is_last_rank():
         _at_micro_batch(3, lambda weights_BS: time.sleep(600))
 
