@@ -97,12 +97,18 @@ class Job:
         return _one_document(self.length, self.block_size, self.views)
 
     def of_fullest_sample(self) -> "Job":
-        """Return the job with the sample that needs most memory in place of the median one."""
+        """Return the job with the sample that needs most memory, on the rank that has most of its rows."""
         if self.packed is None:
             return self
         fullest = self.packed.fullest
-        packed = replace(self.packed, median=fullest)
-        return replace(self, packed=packed, loss_rows=fullest.loss_rows, most_loss_rows=fullest.most_loss_rows)
+        rank = busiest_rank(fullest.sample, self.sharding, None) if self.rank is None else self.rank
+        return replace(
+            self,
+            packed=replace(self.packed, median=fullest),
+            loss_rows=fullest.loss_rows,
+            most_loss_rows=fullest.most_loss_rows,
+            rank=rank,
+        )
 
     @cached_property
     def sharding(self) -> Sharding:

@@ -74,7 +74,7 @@ def busiest_rank(sample: Sample, sharding: Sharding, mask: Mask | None) -> int:
     Args:
         sample: the sample.
         sharding: how it is spread.
-        mask: of layers that attend, whose pairs count; None where no layer does: the rows count.
+        mask: of layers that attend, whose pairs count; None: the rows count, which memory goes by.
     """
 
     def work(rank: int) -> int:
