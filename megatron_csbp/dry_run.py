@@ -11,7 +11,7 @@ import warnings
 
 def main() -> None:
     """Check the command line, print the plan, and leave with its exit status."""
-    from megatron_csbp.errors import hush_optional_packages, reader_may_leave, user_errors
+    from megatron_csbp.errors import hush_optional_packages, user_errors
     from megatron_csbp.tools.dry_run import command
 
     hush_optional_packages()
@@ -21,7 +21,7 @@ def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         command.parser().print_help()
         return
-    with user_errors(), reader_may_leave():
+    with user_errors():
         command.split(sys.argv[1:])  # before Megatron is imported, which takes seconds
         from megatron_csbp import cpu_runtime
 

@@ -249,14 +249,11 @@ def build_train_valid_test_datasets(
     return train, valid, test
 
 
-def training_blend(args: Any) -> tuple[list[str], list[float]]:
-    """Return the prefixes of the training datasets and their weights; equal ones where Megatron takes sizes."""
+def training_blend(args: Any) -> tuple[list[str], list[float] | None]:
+    """Return the prefixes of the training datasets and their weights; None where Megatron takes their sizes."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     of_training = blend if blend is not None else blend_per_split[0] if blend_per_split else None
-    if of_training is None:
-        return [], []
-    prefixes, weights = of_training
-    return list(prefixes), [1.0] * len(prefixes) if weights is None else [float(weight) for weight in weights]
+    return ([], None) if of_training is None else of_training
 
 
 def dataset_config(args: Any) -> GPTDatasetConfig:

@@ -58,6 +58,7 @@ def run(argv: Sequence[str], runtime: Any) -> int:
     Raises:
         ValueError: a flag is wrong, the job would not start, or the planner has no model of a part of it.
     """
+    from megatron_csbp.errors import reader_may_leave
     from megatron_csbp.tools.dry_run import as_json, text
     from megatron_csbp.tools.dry_run.checked_job import check_job, without_exchange_defaults
     from megatron_csbp.tools.dry_run.plan import Cluster, compare, make_plan
@@ -69,6 +70,10 @@ def run(argv: Sequence[str], runtime: Any) -> int:
     gpu = tables.gpu(options.gpu)
     node = options.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", gpu.node))
     checked = check_job(words, options.gpus, runtime, node)
+    if options.tiles and checked.job.packed is not None:
+        raise ValueError(
+            "--tiles has the tiles of samples of one document, not of --pack-documents; plan without --tiles."
+        )
     cluster = Cluster(tables, options.gpu, node)
     plan = make_plan(checked.job, cluster)
     document = as_json.plan_json(plan) | {"not_checked": list(checked.not_checked)}
@@ -82,15 +87,12 @@ def run(argv: Sequence[str], runtime: Any) -> int:
         document["sweep"] = as_json.sweep_json(candidates)
         lines += text.sweep_lines(candidates)
     if options.tiles:
-        if checked.job.packed is not None:
-            raise ValueError(
-                "--tiles has the tiles of samples of one document, not of --pack-documents; plan without --tiles."
-            )
         lines += tile_lines(checked.job)
-    if options.json is None or str(options.json) != "-":
-        print("\n".join(lines))
-    if options.json is not None:
-        _write(options.json, document)
+    with reader_may_leave():
+        if options.json is None or str(options.json) != "-":
+            print("\n".join(lines))
+        if options.json is not None:
+            _write(options.json, document)
     return 0 if plan.fits else DOES_NOT_FIT
 
 

@@ -9,6 +9,7 @@ from megatron.core.datasets.utils import Split
 
 from megatron_csbp.configuration.objective_flags import objective_from_args
 from megatron_csbp.data.datasets import BlockDiffusionDataset, dataset_config, training_blend
+from megatron_csbp.data.indexed_files import open_indexed_files
 from megatron_csbp.data.packed_dataset import PackedDataset
 from megatron_csbp.data.packed_sampler import PackedSampler
 from megatron_csbp.data.packing import WINDOW
@@ -19,7 +20,7 @@ from megatron_csbp.transformer.geometry.sample import Sample
 from megatron_csbp.transformer.geometry.scheme import Sharding
 
 _SAMPLES = 32
-"""Samples that are looked at, over all datasets by their weights; at least one of each."""
+"""Samples that are looked at, over all datasets by their weights, or their sizes; at least one of each."""
 _DATASETS = 8
 
 
@@ -33,9 +34,11 @@ def read_packed_samples(args: Namespace) -> PackedSamples:
         ValueError: a document is longer than a sample, and `--long-documents` refuses it.
     """
     prefixes, weights = training_blend(args)
-    shares = np.array(weights[:_DATASETS]) / sum(weights[:_DATASETS])
-    numbers = np.maximum(1, np.round(_SAMPLES * shares)).astype(int).tolist()
-    found = zip(prefixes[:_DATASETS], numbers, strict=True)
+    prefixes = prefixes[:_DATASETS]
+    sizes = [open_indexed_files(prefix, "--data-path").num_tokens for prefix in prefixes]
+    shares = np.array(sizes if weights is None else weights[:_DATASETS], dtype=np.float64)
+    numbers = np.maximum(1, np.round(_SAMPLES * shares / shares.sum())).astype(int).tolist()
+    found = zip(prefixes, numbers, strict=True)
     return representatives([sample for prefix, number in found for sample in _samples(prefix, number, args)])
 
 
