@@ -157,6 +157,11 @@ def _open_all(blend: Blend, flag: str, args: Any) -> Iterator[IndexedFiles]:
     """Open each dataset and check its token ids and its cached indices."""
     for prefix in blend[0]:
         if is_object_storage_path(prefix):
+            if args.pack_documents:
+                raise ValueError(
+                    f"{flag} {prefix}: --pack-documents reads files, not object storage; copy the data to a file "
+                    "system that every rank sees, and give the prefix there."
+                )
             continue
         files = open_indexed_files(prefix, flag)
         if args.padded_vocab_size is not None:

@@ -4,7 +4,6 @@
 from argparse import Namespace
 
 import numpy as np
-from megatron.core.datasets.object_storage_utils import is_object_storage_path
 
 from megatron_csbp.data.datasets import training_blend
 from megatron_csbp.data.indexed_files import IndexedFiles, open_indexed_files
@@ -22,7 +21,7 @@ def packing_lines(args: Namespace) -> list[str]:
         args: Megatron's validated arguments, with `clean_seq_length`.
     """
     prefixes = dict.fromkeys(training_blend(args)[0])
-    files = [open_indexed_files(prefix, "--data-path") for prefix in prefixes if not is_object_storage_path(prefix)]
+    files = [open_indexed_files(prefix, "--data-path") for prefix in prefixes]
     lines = [f"  packing: {_fill(of, args)}{_learnt(of, args)}" for of in files[:_DATASETS]]
     return lines + [f"    ... and {len(files) - _DATASETS} more datasets"] * (len(files) > _DATASETS)
 

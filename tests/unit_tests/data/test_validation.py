@@ -102,6 +102,9 @@ def test_mock_data_hold_what_megatron_makes_them_of(mask: int, size: int, is_hel
 
 def test_data_in_object_storage_are_left_to_megatron() -> None:
     validate(data_path=["s3://bucket/a"])
+    refuses(
+        "--data-path s3://bucket/a: --pack-documents reads files", data_path=["s3://bucket/a"], pack_documents=True
+    )
 
 
 def test_documents_too_long_to_pack_are_named_on_every_rank_before_they_are_read(tmp_path: Path) -> None:
