@@ -30,7 +30,7 @@ def main() -> None:
     """Evaluate and print."""
     from megatron_csbp import cpu_runtime
     from megatron_csbp.arguments import is_block_diffusion, read_device
-    from megatron_csbp.errors import user_errors
+    from megatron_csbp.errors import reader_may_leave, user_errors
     from megatron_csbp.one_process import be_the_only_rank
 
     be_the_only_rank()
@@ -59,7 +59,8 @@ def main() -> None:
                 autoregressive.check_supported(args)
         with contextlib.redirect_stdout(sys.stderr), megatron_loading.recorded_evaluations() as evaluations:
             pretrain_gpt.run(args)
-    _report(args, evaluations, own.json)
+    with reader_may_leave():
+        _report(args, evaluations, own.json)
 
 
 def _own_flags(argv: list[str]) -> tuple[Namespace, list[str]]:
@@ -113,7 +114,7 @@ def _log_to_stderr() -> None:
 
 
 def _report(args: Namespace, evaluations: list[dict[str, Any]], json_file: str | None) -> None:
-    """Print one line and write the JSON, on the last rank, which has the sums."""
+    """Write the JSON and print one line, on the last rank, which has the sums."""
     if args.rank != args.world_size - 1:
         return
     is_autoregressive = args.diffusion_block_size is None
@@ -130,9 +131,9 @@ def _report(args: Namespace, evaluations: list[dict[str, Any]], json_file: str |
         words.append(f"AR loss {figures['ar_loss']:.4f} nats/token, perplexity {figures['ar_perplexity']:.3f}")
     length = args.seq_length if is_autoregressive else args.clean_seq_length
     figures |= {"samples": evaluation["samples"], "tokens_per_sample": length, "checkpoint": args.load}
-    print(f"{', '.join(words)}; {figures['samples']} samples of {length} tokens; {args.load}", flush=True)
     if json_file is not None:
         Path(json_file).write_text(json.dumps(figures, indent=2) + "\n")
+    print(f"{', '.join(words)}; {figures['samples']} samples of {length} tokens; {args.load}", flush=True)
 
 
 if __name__ == "__main__":

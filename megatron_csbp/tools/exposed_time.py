@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_csbp.errors import reader_may_leave
+
 type Interval = tuple[float, float]
 
 _ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -80,20 +82,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m megatron_csbp.tools.exposed_time", description="Exposed communication from profiler traces."
     )
     parser.add_argument("traces", metavar="TRACE", nargs="+", type=Path, help="A .json or .json.gz of torch.profiler.")
-    for path in parser.parse_args(argv).traces:
-        try:
-            text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-            events = json.loads(text)["traceEvents"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            parser.error(f"{path} is no trace of torch.profiler ({type(error).__name__}: {error})")
-        found = exposed_time(events)
-        if not found:
-            parser.error(f"{path} has no GPU in it; profile with ProfilerActivity.CUDA.")
-        for gpu in found:
-            print(
-                f"{path} GPU {gpu.device}: {gpu.total / 1e3:.3f} ms, collectives {gpu.collectives / 1e3:.3f} ms, "
-                f"of which exposed {gpu.exposed / 1e3:.3f} ms ({gpu.exposed / gpu.total:.1%} of the time)"
-            )
+    args = parser.parse_args(argv)
+    with reader_may_leave():
+        for path in args.traces:
+            try:
+                text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+                events = json.loads(text)["traceEvents"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                parser.error(f"{path} is no trace of torch.profiler ({type(error).__name__}: {error})")
+            found = exposed_time(events)
+            if not found:
+                parser.error(f"{path} has no GPU in it; profile with ProfilerActivity.CUDA.")
+            for gpu in found:
+                print(
+                    f"{path} GPU {gpu.device}: {gpu.total / 1e3:.3f} ms, collectives {gpu.collectives / 1e3:.3f} ms, "
+                    f"of which exposed {gpu.exposed / 1e3:.3f} ms ({gpu.exposed / gpu.total:.1%} of the time)"
+                )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_csbp.errors import user_errors
+from megatron_csbp.errors import reader_may_leave, user_errors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     args = build_parser().parse_args(argv)
-    with user_errors():
+    with reader_may_leave(), user_errors():
         if args.command == "import":
             from megatron_csbp.weights.importing import import_weights
 

@@ -42,6 +42,20 @@ def test_shipped_functions_are_short() -> None:
     assert {name: n for name, n in lengths.items() if n > LONGEST_FUNCTION} == {}
 
 
+def test_entries_that_print_results_let_their_reader_leave() -> None:
+    """As `python -m megatron_csbp.generate ... --show-steps | head` does."""
+    entries = {name: path.read_text() for name, path in SHIPPED.items() if name.startswith("megatron_csbp/")}
+    printing = {name: text for name, text in entries.items() if '__name__ == "__main__"' in text and prints(text)}
+    assert len(printing) >= 7
+    assert [name for name, text in printing.items() if "with reader_may_leave()" not in text] == []
+
+
+def prints(text: str) -> bool:
+    calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+    printing = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print")
+    return any(all(keyword.arg != "file" for keyword in call.keywords) for call in printing)
+
+
 def comments_of(path: Path) -> list[tokenize.TokenInfo]:
     with path.open("rb") as file:
         return [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_csbp.errors import reader_may_leave
 from megatron_csbp.tools.gpu_check.accuracy import ALLOWED_RATIO, check_accuracy
 from megatron_csbp.tools.gpu_check.report import Report, environment
 from megatron_csbp.tools.gpu_check.settings import Settings, full_form, reduced_form
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.backends:
         settings = replace(settings, backends=tuple(args.backends))
     report = run(settings, Path(args.json), with_training=not args.skip_training)
-    print("\n".join(report.lines()), flush=True)
+    with reader_may_leave():
+        print("\n".join(report.lines()), flush=True)
     return 1 if report.errors else 0
 
 
