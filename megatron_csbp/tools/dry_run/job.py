@@ -57,6 +57,7 @@ class Job:
         state_bytes: bound on the states of a gated delta net that are alive at a time.
         delta_net_kernel: which kernels gated delta nets run on.
         packed: samples that stand for those of packed documents; None: one document, with every block active.
+        plans_fullest: of packed documents, whether the fullest sample is planned, not the median one.
         rank: the rank of the context group that is planned; None: the busiest.
     """
 
@@ -87,14 +88,15 @@ class Job:
     state_bytes: int = 256 * 2**20
     delta_net_kernel: Literal["fla", "torch"] = "fla"
     packed: PackedSamples | None = None
+    plans_fullest: bool = False
     rank: int | None = None
 
     @property
     def sample(self) -> Sample:
-        """Geometry of a sample: of packed documents, the median one."""
-        if self.packed is not None:
-            return self.packed.median.sample
-        return _one_document(self.length, self.block_size, self.views)
+        """Geometry of the sample that is planned."""
+        if self.packed is None:
+            return _one_document(self.length, self.block_size, self.views)
+        return (self.packed.fullest if self.plans_fullest else self.packed.median).sample
 
     def of_fullest_sample(self) -> "Job":
         """Return the job with the sample that needs most memory, on the rank that has most of its rows."""
@@ -104,7 +106,7 @@ class Job:
         rank = busiest_rank(fullest.sample, self.sharding, None) if self.rank is None else self.rank
         return replace(
             self,
-            packed=replace(self.packed, median=fullest),
+            plans_fullest=True,
             loss_rows=fullest.loss_rows,
             most_loss_rows=fullest.most_loss_rows,
             rank=rank,
