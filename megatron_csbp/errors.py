@@ -5,7 +5,6 @@ import contextlib
 import difflib
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -85,18 +84,6 @@ def _leave_to_torchrun(line: str) -> bool:
     except OSError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def reader_may_leave() -> Iterator[None]:
-    """End without a traceback, as other commands do, when the reader of standard output goes first, as `head` does."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError as error:
-        # What is still in the buffer would fail again when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(128 + signal.SIGPIPE) from error
 
 
 def hush_optional_packages() -> None:

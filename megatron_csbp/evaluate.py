@@ -7,7 +7,6 @@ objective are those of the checkpoint; every flag of training may be given, `--v
 """
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -17,6 +16,8 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
+
+from megatron_csbp.results import check_json_file, print_results, write_json
 
 _DEFAULTS = (
     "--skip-train --finetune --no-load-optim --no-load-rng --exit-on-missing-checkpoint --micro-batch-size 1 "
@@ -30,7 +31,7 @@ def main() -> None:
     """Evaluate and print."""
     from megatron_csbp import cpu_runtime
     from megatron_csbp.arguments import is_block_diffusion, read_device
-    from megatron_csbp.errors import reader_may_leave, user_errors
+    from megatron_csbp.errors import user_errors
     from megatron_csbp.one_process import be_the_only_rank
 
     be_the_only_rank()
@@ -38,6 +39,8 @@ def main() -> None:
     own, argv = _own_flags(sys.argv[1:])
     with tempfile.TemporaryDirectory() as scratch:
         with user_errors():
+            if own.json is not None:
+                check_json_file(own.json)
             runtime = cpu_runtime.install(read_device(argv))  # type: ignore[arg-type]
 
             from megatron_csbp import autoregressive, megatron_compat, megatron_loading, pretrain_gpt, training_setup
@@ -59,7 +62,7 @@ def main() -> None:
                 autoregressive.check_supported(args)
         with contextlib.redirect_stdout(sys.stderr), megatron_loading.recorded_evaluations() as evaluations:
             pretrain_gpt.run(args)
-    with reader_may_leave():
+    with user_errors():
         _report(args, evaluations, own.json)
 
 
@@ -72,7 +75,7 @@ def _own_flags(argv: list[str]) -> tuple[Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--text", nargs="+", default=[], metavar="PATH", help="text files, JSONL files or folders")
-    parser.add_argument("--json", default=None, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the figures to FILE")
     return parser.parse_known_args(argv)
 
 
@@ -113,8 +116,8 @@ def _log_to_stderr() -> None:
             handler.setStream(sys.stderr)
 
 
-def _report(args: Namespace, evaluations: list[dict[str, Any]], json_file: str | None) -> None:
-    """Write the JSON and print one line, on the last rank, which has the sums."""
+def _report(args: Namespace, evaluations: list[dict[str, Any]], json_file: Path | None) -> None:
+    """Print one line and write the JSON, on the last rank, which has the sums."""
     if args.rank != args.world_size - 1:
         return
     is_autoregressive = args.diffusion_block_size is None
@@ -131,9 +134,11 @@ def _report(args: Namespace, evaluations: list[dict[str, Any]], json_file: str |
         words.append(f"AR loss {figures['ar_loss']:.4f} nats/token, perplexity {figures['ar_perplexity']:.3f}")
     length = args.seq_length if is_autoregressive else args.clean_seq_length
     figures |= {"samples": evaluation["samples"], "tokens_per_sample": length, "checkpoint": args.load}
-    if json_file is not None:
-        Path(json_file).write_text(json.dumps(figures, indent=2) + "\n")
-    print(f"{', '.join(words)}; {figures['samples']} samples of {length} tokens; {args.load}", flush=True)
+    try:
+        print_results([f"{', '.join(words)}; {figures['samples']} samples of {length} tokens; {args.load}"])
+    finally:  # also where the reader of the line has gone
+        if json_file is not None:
+            write_json(json_file, figures)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,14 @@ import sys
 import time
 import warnings
 
+from megatron_csbp.results import print_results
+
 
 def main() -> None:
     """Load the checkpoint and write."""
     from megatron_csbp import cpu_runtime
     from megatron_csbp.arguments import read_device
-    from megatron_csbp.errors import reader_may_leave, user_errors
+    from megatron_csbp.errors import user_errors
     from megatron_csbp.one_process import be_the_only_rank
 
     be_the_only_rank()
@@ -37,16 +39,15 @@ def main() -> None:
 
     prints = session.args.rank == 0
     detokenize = session.tokenizer.detokenize
-    on_step = (lambda step: print(step_in_words(step, detokenize), flush=True)) if prints else None
-    with reader_may_leave():
-        for prompt in session.prompts:
-            started = time.monotonic()
-            generated = session.write(prompt, on_step if session.args.show_steps else None)
-            if prints:
-                print(detokenize([*prompt, *generated.tokens]), flush=True)
-                seconds = time.monotonic() - started
-                figures = f"{len(generated.tokens)} tokens in {generated.num_passes} passes, {seconds:.1f} s"
-                print(f"megatron_csbp: {figures}", file=sys.stderr, flush=True)
+    on_step = (lambda step: print_results([step_in_words(step, detokenize)])) if prints else None
+    for prompt in session.prompts:
+        started = time.monotonic()
+        generated = session.write(prompt, on_step if session.args.show_steps else None)
+        if prints:
+            print_results([detokenize([*prompt, *generated.tokens])])
+            seconds = time.monotonic() - started
+            figures = f"{len(generated.tokens)} tokens in {generated.num_passes} passes, {seconds:.1f} s"
+            print(f"megatron_csbp: {figures}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from megatron_csbp.doctor.findings import Finding, State, failed
 from megatron_csbp.doctor.job import Job, check_job
 from megatron_csbp.doctor.launcher import place
 from megatron_csbp.doctor.one_machine import check_folders, check_machine
-from megatron_csbp.errors import reader_may_leave
+from megatron_csbp.results import print_results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         findings, job = look_from_all(here, words, args.ranks, args.folder)
     if not findings:  # rank 0 speaks, and ends, for all that met it
         return 0
-    with reader_may_leave():
-        print(json.dumps(_as_json(findings, job), indent=1) if args.json else "\n".join(_lines(findings, job)))
+    print_results([json.dumps(_as_json(findings, job), indent=1)] if args.json else _lines(findings, job))
     return 1 if failed(findings) else 0
 
 

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_csbp.errors import reader_may_leave
 from megatron_csbp.migrate.check import how_to_plan, refusal
 from megatron_csbp.migrate.edits import Migration
 from megatron_csbp.migrate.job_script import migrate_script
 from megatron_csbp.migrate.rules import MASK_TOKEN_PLACEHOLDER, FlagRules, Wanted
 from megatron_csbp.migrate.yaml_file import looks_like_yaml, migrate_yaml
+from megatron_csbp.results import print_results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,8 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         obstacles += _checked(migration, args.ranks, notes)
     if not obstacles:
         notes.append(how_to_plan(migration.flags, migration.unknown, args.ranks))
-    with reader_may_leave():
-        print("\n".join(report(migration, obstacles, notes)))
+    print_results(report(migration, obstacles, notes))
     return 1 if obstacles else 0
 
 

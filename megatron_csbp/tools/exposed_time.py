@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_csbp.errors import reader_may_leave
+from megatron_csbp.results import print_results
 
 type Interval = tuple[float, float]
 
@@ -82,22 +82,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m megatron_csbp.tools.exposed_time", description="Exposed communication from profiler traces."
     )
     parser.add_argument("traces", metavar="TRACE", nargs="+", type=Path, help="A .json or .json.gz of torch.profiler.")
-    args = parser.parse_args(argv)
-    with reader_may_leave():
-        for path in args.traces:
-            try:
-                text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-                events = json.loads(text)["traceEvents"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                parser.error(f"{path} is no trace of torch.profiler ({type(error).__name__}: {error})")
-            found = exposed_time(events)
-            if not found:
-                parser.error(f"{path} has no GPU in it; profile with ProfilerActivity.CUDA.")
-            for gpu in found:
-                print(
-                    f"{path} GPU {gpu.device}: {gpu.total / 1e3:.3f} ms, collectives {gpu.collectives / 1e3:.3f} ms, "
-                    f"of which exposed {gpu.exposed / 1e3:.3f} ms ({gpu.exposed / gpu.total:.1%} of the time)"
-                )
+    try:
+        print_results([line for path in parser.parse_args(argv).traces for line in _lines(path)])
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _lines(path: Path) -> list[str]:
+    """Return a line for each GPU of a trace; a ValueError says what else the file is."""
+    try:
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        events = json.loads(text)["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no trace of torch.profiler ({type(error).__name__}: {error})") from error
+    found = exposed_time(events)
+    if not found:
+        raise ValueError(f"{path} has no GPU in it; profile with ProfilerActivity.CUDA.")
+    return [
+        f"{path} GPU {gpu.device}: {gpu.total / 1e3:.3f} ms, collectives {gpu.collectives / 1e3:.3f} ms, "
+        f"of which exposed {gpu.exposed / 1e3:.3f} ms ({gpu.exposed / gpu.total:.1%} of the time)"
+        for gpu in found
+    ]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_csbp.errors import reader_may_leave, user_errors
+from megatron_csbp.errors import user_errors
+from megatron_csbp.results import print_results
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -70,7 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     args = build_parser().parse_args(argv)
-    with reader_may_leave(), user_errors():
+    status = 0
+    with user_errors():
         if args.command == "import":
             from megatron_csbp.weights.importing import import_weights
 
@@ -91,10 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megatron_csbp.weights.checking import check_weights
 
             outcome = check_weights(args.source, args.load, args.ckpt_step, args.prompt, args.tolerance)
-            print("\n".join(outcome.lines), flush=True)
-            return 0 if outcome.equal else 1
-        print("\n".join(lines), flush=True)
-    return 0
+            lines, status = outcome.lines, 0 if outcome.equal else 1
+    print_results(lines)
+    return status
 
 
 if __name__ == "__main__":

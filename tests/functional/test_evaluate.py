@@ -90,3 +90,6 @@ def test_what_cannot_be_evaluated_is_refused(text: Text, ranks: Ranks, tmp_path:
     assert nowhere.returncodes == [2]
     assert f"--load {tmp_path} is not a folder of Megatron checkpoints" in nowhere.output
     assert not output.exists()
+    unwritable = evaluate(ranks, tmp_path / "none" / "a.json", ["--load", str(tmp_path), "--text", str(text.source)])
+    assert unwritable.returncodes == [2]
+    assert "a.json is a folder, or in one that does not exist; name a file." in unwritable.output

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A user's mistake is one line on standard error and exit status 2; anything else keeps its traceback."""
 
-import signal
-import subprocess
-import sys
 import warnings
 from argparse import ArgumentParser
 from pathlib import Path
@@ -47,20 +44,6 @@ def test_under_torchrun_a_node_prints_once_and_every_rank_leaves_its_message_to_
     assert capsys.readouterr().err.splitlines() == [line] * printed
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     assert failure.message == line
-
-
-@pytest.mark.parametrize("printed", [1, 200_000], ids=["in the buffer", "more than the pipe holds"])
-def test_a_reader_that_goes_first_ends_a_command_without_a_traceback(printed: int) -> None:
-    """Also where what is left in the buffer would fail once more as Python ends."""
-    code = f"from megatron_csbp.errors import reader_may_leave\nwith reader_may_leave():\n  print('x' * {printed})"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2]
-    )
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.stderr is not None
-    assert process.stderr.read() == b""
-    assert process.wait() == 128 + signal.SIGPIPE
 
 
 def test_warnings_of_optional_packages_are_left_out_and_no_others() -> None:

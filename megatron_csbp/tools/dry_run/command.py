@@ -4,15 +4,16 @@
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_csbp.results import check_json_file, print_results, write_json
 from megatron_csbp.tools.dry_run.lengths import with_lengths_in_tokens
 
 DOES_NOT_FIT = 1
 """Exit status of a job that would start and run out of memory; 2 is that of one that would not start."""
+_STANDARD_OUTPUT = Path("-")
 _EPILOG = """\
 All other words are flags of Megatron's and of megatron_csbp's, as for pretrain_gpt; lengths may be written as 256K.
 Exit status: 0 every check passed and every kind of rank fits; 1 a rank does not fit; 2 refused: a rule is broken, a
@@ -58,7 +59,6 @@ def run(argv: Sequence[str], runtime: Any) -> int:
     Raises:
         ValueError: a flag is wrong, the job would not start, or the planner has no model of a part of it.
     """
-    from megatron_csbp.errors import reader_may_leave
     from megatron_csbp.tools.dry_run import as_json, text
     from megatron_csbp.tools.dry_run.checked_job import check_job, without_exchange_defaults
     from megatron_csbp.tools.dry_run.plan import Cluster, compare, make_plan
@@ -88,11 +88,11 @@ def run(argv: Sequence[str], runtime: Any) -> int:
         lines += text.sweep_lines(candidates)
     if options.tiles:
         lines += tile_lines(checked.job)
-    with reader_may_leave():
-        if options.json is None or str(options.json) != "-":
-            print("\n".join(lines))
-        if options.json is not None:
-            _write(options.json, document)
+    if options.json == _STANDARD_OUTPUT:
+        lines = [json.dumps(document, indent=1)]
+    elif options.json is not None:
+        write_json(options.json, document)
+    print_results(lines)
     return 0 if plan.fits else DOES_NOT_FIT
 
 
@@ -113,10 +113,8 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for flag, value in (("--gpus", options.gpus), ("--gpus-per-node", options.gpus_per_node)):
         if value is not None and value < 1:
             raise ValueError(f"{flag} {value} must be at least 1; for example {flag} 8.")
-    if options.json is not None and str(options.json) != "-":
-        folder = options.json.resolve().parent
-        if options.json.is_dir() or not folder.is_dir():
-            raise ValueError(f"--json {options.json} is a folder, or in one that does not exist; name a file.")
+    if options.json not in (None, _STANDARD_OUTPUT):
+        check_json_file(options.json)
     return options, with_lengths_in_tokens(rest)
 
 
@@ -131,14 +129,3 @@ def tile_lines(job: Any) -> list[str]:
     )
     title = f"L = {job.length}, P = {job.topology.context}, one layer of the last rank [modelled, H200]"
     return [title, *tile_report(job.length, job.topology.context, job.block_size, job.clean_attention, heads)]
-
-
-def _write(path: Path, document: dict[str, Any]) -> None:
-    written = json.dumps(document, indent=1)
-    if str(path) == "-":
-        sys.stdout.write(written + "\n")
-        return
-    try:
-        path.write_text(written + "\n", encoding="ascii")
-    except OSError as error:
-        raise ValueError(f"--json {path} cannot be written: {error.strerror or error}; name another file.") from error

@@ -8,7 +8,6 @@ last. The exit status is 0 only if nothing was wrong, and 2 if there is no GPU t
 import argparse
 import contextlib
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_csbp.errors import reader_may_leave
+from megatron_csbp.results import check_json_file, print_results, write_json
 from megatron_csbp.tools.gpu_check.accuracy import ALLOWED_RATIO, check_accuracy
 from megatron_csbp.tools.gpu_check.report import Report, environment
 from megatron_csbp.tools.gpu_check.settings import Settings, full_form, reduced_form
@@ -36,8 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     args = parser.parse_args(arguments)
-    if Path(args.json).is_dir() or not Path(args.json).resolve().parent.is_dir():
-        parser.error(f"--json {args.json} is a folder, or in one that does not exist; name a file.")
+    try:
+        check_json_file(args.json)
+    except ValueError as error:
+        parser.error(str(error))
     if args.device == "cuda" and not torch.cuda.is_available():
         print(
             f"megatron_csbp.tools.gpu_check: no CUDA device (torch {torch.__version__}, built for CUDA "
@@ -50,9 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = reduced_form(lengths) if args.device == "cpu" else full_form(torch.device("cuda", 0), lengths)
     if args.backends:
         settings = replace(settings, backends=tuple(args.backends))
-    report = run(settings, Path(args.json), with_training=not args.skip_training)
-    with reader_may_leave():
-        print("\n".join(report.lines()), flush=True)
+    report = run(settings, args.json, with_training=not args.skip_training)
+    print_results(report.lines())
     return 1 if report.errors else 0
 
 
@@ -90,7 +90,7 @@ def run(settings: Settings, file: Path, *, with_training: bool = True) -> Report
 
 def _write(report: Report, file: Path, started: float) -> None:
     report.seconds = time.perf_counter() - started
-    file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    write_json(file, report.as_json())
 
 
 def _check_backend(report: Report, settings: Settings, name: str) -> None:
@@ -141,7 +141,9 @@ def _progress(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megatron_csbp.tools.gpu_check", description="Check one GPU.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a reduced form.")
-    parser.add_argument("--json", metavar="FILE", default="gpu_check.json", help="Where to write the results.")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", default=Path("gpu_check.json"), help="Where to write the results."
+    )
     parser.add_argument("--lengths", type=int, nargs="+", help="Sequence lengths of the timings.")
     parser.add_argument("--backends", nargs="+", choices=("transformer_engine", "torch", "flex", "hybrid"))
     parser.add_argument("--skip-training", action="store_true", help="Leave out the training step.")
