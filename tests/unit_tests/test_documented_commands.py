@@ -135,10 +135,12 @@ OF_OTHERS = {
 
 @functools.cache
 def every_flag() -> set[str]:
-    """Return the flags of Megatron, of this package and its tools (`make mutate` too), and those a run is refused."""
+    """Return the flags that Megatron, this package and what make runs take, and those that a run is refused."""
     known = {option for action in training_parser()._actions for option in action.option_strings}
     folders = [ROOT / "megatron_csbp", ROOT / "benchmarks", ROOT / "examples", ROOT / "docs"]
-    for path in (ROOT / "tests/support/mutate.py", *(path for folder in folders for path in folder.rglob("*.py"))):
+    of_make = re.findall(r"-m (tests[.\w]+)", (ROOT / "Makefile").read_text())
+    tools = [ROOT / f"{module.replace('.', '/')}.py" for module in of_make]
+    for path in [*tools, *(path for folder in folders for path in folder.rglob("*.py"))]:
         known |= set(re.findall(r"""["'](--[a-z][a-z0-9-]*)["']""", path.read_text()))
     known |= set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / "examples/slurm/pretrain.sbatch").read_text()))
     return known | OF_OTHERS | {feature.flag for feature in UNSUPPORTED}
