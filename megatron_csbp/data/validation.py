@@ -5,6 +5,7 @@ Every rank sees the same files and so comes to the same verdict; none is left wa
 has stopped.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,9 +108,10 @@ def blends(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
             "train, valid and test), each with PREFIX ... or with WEIGHT PREFIX WEIGHT PREFIX ..."
         ) from error
     for _, weights in filter(None, [blend, *(blend_per_split or ())]):
-        if weights is not None and not all(weight > 0.0 for weight in weights):
+        if weights is not None and not all(0.0 < weight < math.inf for weight in weights):
             raise ValueError(
-                f"the data blend has weights {weights}: each must be above 0. Leave datasets of weight 0 out."
+                f"the data blend has weights {weights}: each must be above 0 and finite. "
+                "Leave datasets of weight 0 out."
             )
     return blend, blend_per_split
 

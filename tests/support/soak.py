@@ -99,8 +99,8 @@ def soak(ranks: Ranks, iterations: int, folder: Path) -> tuple[Finished, list[li
 def grown(noted: Sequence[Noted]) -> list[str]:
     """Say what is larger in the last fifth of a run than in the second fifth: the first warms up.
 
-    Compared are lower quartiles: growth moves them as it moves the rest, and other work on the machine, which only adds,
-    moves them least.
+    Compared are lower quartiles: growth moves them as it moves the rest, and other work on the machine, which only
+    adds, moves them least.
     """
     fifth = len(noted) // 5
     early, late = noted[fifth : 2 * fifth], noted[-fifth:]

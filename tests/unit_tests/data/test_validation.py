@@ -266,7 +266,9 @@ def test_a_list_of_paths_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     refuses("the data paths cannot be read", data_path=[prefix, prefix, "0.5", prefix])
     refuses("the file 0.5.idx does not exist", data_path=["0.5", prefix, prefix])
     refuses("the data paths cannot be read", data_args_path=str(tmp_path / "none"))
-    refuses(r"weights \[0.0, 1.0\]: each must be above 0", data_path=["0", prefix, "1", prefix])
+    for wrong, shown in (("0", "0.0"), ("-1", "-1.0"), ("inf", "inf"), ("nan", "nan")):
+        said = rf"weights \[{shown}, 1.0\]: each must be above 0 and finite"
+        refuses(said, data_path=[wrong, prefix, "1", prefix])
 
 
 def test_evaluation_without_a_validation_set_is_refused(tmp_path: Path) -> None:
